@@ -1,0 +1,1 @@
+"""nanorl: reinforcement learning for language models, one concept a file. Imports nothing, so that --help is instant."""

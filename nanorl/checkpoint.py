@@ -1,0 +1,181 @@
+"""How does a run go on exactly where it stopped?
+
+    runs/NAME/checkpoints/step-N/
+        model.safetensors, config.json, generation_config.json and the tokenizer's files: opens with from_pretrained
+        optimizer.safetensors   AdamW's state: "PARAMETER/exp_avg", "PARAMETER/exp_avg_sq", "PARAMETER/step"
+        state.json              step, score, what the caller wants back, the size of every other file; written last
+
+A checkpoint is written under another name, forced to disk and then renamed: a kill at any moment leaves the one before
+it whole. `latest` believes a folder only if every file is there with its size. Nothing is pickled.
+
+Left out: states of random generators (every random number derives from counters, so the step says it all), and
+learning rate and other settings of the optimizer (the run's configuration says them again).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from nanorl.config import Refused
+
+WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+def save(run: Path, step: int, model, tokenizer, optimizer, state: dict, score: float | None, keep: int = 3) -> Path:
+    """Write checkpoints/step-N, prune the others (`prune`), and return the folder. `state` is JSON; floats stay exact.
+
+    A whole checkpoint of the same step stays and only its state and score are renewed: resume is exact, so a step has
+    one set of weights, and replacing a folder leaves a moment without it. A score of None does not erase a score.
+    Raises Refused if the disk is too full; what was there stays.
+    """
+    folder = run / "checkpoints"
+    final, writing = folder / f"step-{step}", folder / f".writing-{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".writing-*"):  # of a killed run
+        shutil.rmtree(leftover)
+    if final.exists() and broken(final) is None:
+        record = read(final)
+        record |= {"state": state, "score": record["score"] if score is None else score}
+        (final / f".{STATE}").write_text(json.dumps(record))
+        swap(final / f".{STATE}", final / STATE)
+    else:
+        if (free := shutil.disk_usage(folder).free) < need(model):
+            raise Refused(f"{folder}: a checkpoint takes about {need(model):,} bytes and {free:,} are free; make room "
+                          "and go on with --resume, or start with --out on another disk")
+        # One file whatever its size, under the module's own names, so that restore needs no map of them.
+        model.save_pretrained(writing, max_shard_size=10**18, save_original_format=False)
+        tokenizer.save_pretrained(writing)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        save_file({f"{names[parameter]}/{key}": value.contiguous() for parameter, values in optimizer.state.items()
+                   for key, value in values.items()}, writing / MOMENTS)  # fmt: skip
+        files = {str(file.relative_to(writing)): file.stat().st_size for file in writing.rglob("*") if file.is_file()}
+        (writing / STATE).write_text(json.dumps({"step": step, "score": score, "state": state, "files": files}))
+        for path in (*writing.rglob("*"), writing):
+            flush(path)
+        if final.exists():  # broken, so nothing is lost
+            shutil.rmtree(final)
+        os.rename(writing, final)
+        flush(folder)
+    prune(run, final, keep)
+    return final
+
+
+def prune(run: Path, just: Path, keep: int) -> None:
+    """Delete all checkpoints but the one just written, the last `keep` whole ones and the best; broken ones go too."""
+    kept = {just, best(run), *[path for path in steps(run) if broken(path) is None][:keep]}
+    for path in steps(run):
+        if path not in kept:
+            shutil.rmtree(path)
+
+
+def need(model: nn.Module) -> int:
+    """Bytes that one checkpoint takes, about: each parameter and its two moments."""
+    return 3 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def steps(run: Path) -> list[Path]:
+    """Folders of checkpoints, whole or not, newest first: by number, since as text step-9 comes after step-10."""
+    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def read(path: Path) -> dict:
+    """state.json of a checkpoint: step, score, state, files."""
+    return json.loads((path / STATE).read_text())
+
+
+def broken(path: Path) -> str | None:
+    """What makes this folder no checkpoint, None if it is one: a file that is missing or torn."""
+    if not (path / STATE).is_file():
+        return f"{STATE} is missing"
+    try:
+        files = read(path)["files"]
+    except ValueError:
+        return f"{STATE} is torn"
+    for name, size in files.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if (path / name).stat().st_size != size:
+            return f"{name} has {(path / name).stat().st_size} bytes instead of {size}"
+    return None
+
+
+def latest(run: Path) -> Path | None:
+    """The newest whole checkpoint, None without one. Newer ones that are broken are named on stderr."""
+    for path in steps(run):
+        if (wrong := broken(path)) is None:
+            return path
+        print(f"{path}: skipped, {wrong}", file=sys.stderr)
+    return None
+
+
+def best(run: Path) -> Path | None:
+    """The whole checkpoint with the highest score, the earliest of equals; None if none has a score (NaN is none)."""
+    scores = {path: read(path)["score"] for path in reversed(steps(run)) if broken(path) is None}
+    scored = [path for path, score in scores.items() if score is not None and not math.isnan(score)]
+    return max(scored, key=scores.__getitem__, default=None)  # max returns the first of equals
+
+
+@torch.no_grad()
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Put the weights and the optimizer's moments back, bitwise, and return the saved `state`.
+
+    Everything is checked before anything is written. Raises Refused, naming file and parameter, where the checkpoint
+    is not whole, a weight is missing, left over or of another shape or dtype, or the optimizer trains something else.
+    """
+    if (wrong := broken(path)) is not None:
+        raise Refused(f"{path}: {wrong}; take another checkpoint of the run")
+    weights, moments = load_file(path / WEIGHTS), load_file(path / MOMENTS)
+    aliases: dict[Tensor, list[str]] = {}  # tied weights are one tensor of several names, saved under one of them
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        aliases.setdefault(tensor, []).append(name)
+    pairs = []
+    for tensor, names in aliases.items():
+        name = next((name for name in names if name in weights), names[0])
+        value = weights.pop(name, None)
+        if value is None or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+            found = "missing" if value is None else f"{value.dtype} {tuple(value.shape)}"
+            raise Refused(f"{path / WEIGHTS}: {name} is {found}, the model's is {tensor.dtype} {tuple(tensor.shape)}; "
+                          "use the model that wrote it")
+        pairs.append((tensor, value))
+    for name in weights:
+        raise Refused(f"{path / WEIGHTS}: {name} has no place of its own in this model; use the model that wrote it")
+
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    trained = [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Tensor]] = {}  # by place in the groups, as optimizers number their parameters
+    for entry, value in moments.items():
+        name, _, key = entry.rpartition("/")
+        if name not in trained:
+            raise Refused(f"{path / MOMENTS}: {name} is not trained by this optimizer; train what the run trained")
+        state.setdefault(trained.index(name), {})[key] = value.clone()  # load_file only maps the file
+    for tensor, value in pairs:
+        tensor.copy_(value)
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    return read(path)["state"]
+
+
+def swap(temporary: Path, path: Path) -> None:
+    """Let a finished file take the place of another: on disk first, then renamed, so that either is whole."""
+    flush(temporary)
+    os.replace(temporary, path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Force a file, or a folder's list of names, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

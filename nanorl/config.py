@@ -1,0 +1,307 @@
+"""What can be set? The flags of a run, parsed and checked before torch is imported (importing it takes seconds).
+
+`Config` is the job: what is asked, how much, how it is optimised, where it goes. The axes of an algorithm (`Axes` in
+`algorithms.py`: clip, KL, normalisation) are a second group, shown by `python train_grpo.py NAME --help`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from nanorl.algorithms import ALGORITHMS, Axes
+
+
+STARTED = time.monotonic()  # scripts import this file before torch: the start of the program
+
+
+class Refused(Exception):
+    """The input cannot be used. The message is one line: which flag or file, what is wrong, what to do."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Reinforcement learning for language models. The first word may name an algorithm; without one it is grpo."""
+
+    # the job
+    task: Literal["arithmetic", "gsm8k", "jsonl"] = "arithmetic"
+    """What is asked. arithmetic is made here; gsm8k and jsonl read --data."""
+    digits: int = 3
+    """Digits of each number in arithmetic. 3 learns in a minute; each digit more is harder."""
+    data: str | None = None
+    """File of problems, one JSON object a line: "prompt" (text or chat messages), "answer", anything for the reward."""
+    eval_data: str | None = None
+    """File of held-out problems. Without it a tenth of --data, at most --eval-problems, is held out."""
+    model: str | None = None
+    """Folder or Hugging Face id of the start weights. Without it a tiny model is made and warm-started here."""
+    system_prompt: str | None = None
+    """System message put before every prompt of a chat model."""
+    prompt_suffix: str | None = None
+    """Text added to every prompt; say there how to answer. Each task has its own; '' takes it away."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, besides the model's end tokens. For base models, which emit no end token."""
+    reward: Literal["exact", "number"] | None = None
+    """Verifier. exact: the text itself; number: GSM8K style. Each task has its own."""
+
+    # sizes
+    steps: int = 60
+    """Training steps; a step trains once on every sample it takes. Tens for a look, hundreds for a result."""
+    prompts_per_step: int = 32
+    """Prompts a step. More is smoother; the gradient's noise falls with its square root."""
+    samples_per_prompt: int = 8
+    """Samples of each prompt, the group of the baseline. 8 to 16; harder tasks need more to find a success."""
+    max_new_tokens: int | None = None
+    """Tokens an answer may have. Without it 6 × digits + 6 for arithmetic, 256 else. It should cut under 5 %."""
+    temperature: float = 1.0
+    """Sampling temperature, for sampling and scoring alike. 1 unless you know why."""
+    tokens_per_micro_batch: int = 4096
+    """Tokens, padding included, in one forward pass. As large as memory allows; it never changes the gradient."""
+    updates_per_batch: int = 1
+    """Optimizer steps in one pass over a step's samples. 1 is on-policy; up to 4 is common."""
+    epochs_per_batch: int = 1
+    """Passes over a step's samples. 1 unless samples are dear."""
+
+    # optimiser
+    lr: float = 2e-4
+    """AdamW's learning rate at its peak. 2e-4 for the tiny model, 1e-6 to 5e-6 for models of a billion and more."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How lr goes on after the warm-up: stays, or falls to 0 at the last step."""
+    warmup_steps: int = 0
+    """Steps in which lr rises linearly from 0. 0 to 10."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay on matrices, per step times lr. 0 to 0.1."""
+    max_grad_norm: float = 1.0
+    """Gradients longer than this are scaled down to it. 1; watch grad_norm."""
+
+    # engine
+    engine: Literal["local"] = "local"
+    """Who generates. local: the training model itself, in this process."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps; auto takes cuda where there is one, else cpu."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the passes. Weights and Adam's moments stay float32 in either."""
+
+    # evaluation
+    eval_every: int = 10
+    """Steps between evaluations on held-out problems; also before the first and after the last. 0: never."""
+    eval_problems: int = 512
+    """Held-out problems. 512 tells differences of 0.04 apart (two standard errors)."""
+    eval_samples: int = 4
+    """Samples a held-out problem at the end, for pass@1 … pass@k, k the largest power of two in it."""
+    eval_only: bool = False
+    """Evaluate --model and stop."""
+
+    # output
+    out: str | None = None
+    """Folder of the run. Without it the first free runs/NAME-TASK-N."""
+    resume: str | None = None
+    """Folder of a run to go on with, by its own settings; flags given beside it change them (--steps 120)."""
+    save_every: int = 20
+    """Steps between checkpoints; also the last, and on Ctrl-C. The last 3 and the best are kept. 0: the last only."""
+    seed: int = 0
+    """Seed of everything random. The same seed on the same machine gives the same run."""
+    dry_run: bool = False
+    """Check everything, show the settings, one prompt as the model gets it and the memory it takes, and stop."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Rows of a step, prompts_per_step × samples_per_prompt."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+@dataclass(frozen=True)
+class Whole(Config):
+    """The job and the axes of the algorithm; the flags of both."""
+
+    axes: Axes = field(default_factory=Axes)
+    """what sets the algorithm apart"""
+
+
+FOREIGN = {  # names that people bring from AReaL and TRL
+    "kl-ctl": "--kl-weight", "beta": "--kl-weight", "kl-coef": "--kl-weight", "init-kl-coef": "--kl-weight",
+    "num-generations": "--samples-per-prompt", "n-samples": "--samples-per-prompt", "group-size": "--samples-per-prompt",
+    "max-completion-length": "--max-new-tokens", "learning-rate": "--lr", "lr-scheduler-type": "--lr-schedule",
+    "per-device-train-batch-size": "--tokens-per-micro-batch", "max-tokens-per-mb": "--tokens-per-micro-batch",
+    "gradient-accumulation-steps": "--tokens-per-micro-batch", "train-batch-size": "--prompts-per-step",
+    "batch-size": "--prompts-per-step", "num-iterations": "--epochs-per-batch", "ppo-n-minibatches": "--updates-per-batch",
+    "epsilon": "--eps-low", "eps-clip": "--eps-low", "epsilon-high": "--eps-high", "eps-clip-higher": "--eps-high",
+    "loss-type": "--aggregation", "max-steps": "--steps", "total-train-steps": "--steps", "gradient-clipping": "--max-grad-norm",
+    "output-dir": "--out", "resume-from-checkpoint": "--resume", "model-name-or-path": "--model", "save-steps": "--save-every",
+    "eval-steps": "--eval-every", "warmup-ratio": "--warmup-steps", "reward-funcs": "--reward", "dataset-name": "--data",
+}  # fmt: skip
+
+
+def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axes]:
+    """The algorithm's name, the job and the algorithm's axes that a command line asks for.
+
+    With --resume DIR the saved settings of that run are the defaults. Raises Refused; -h prints help and exits 0.
+    """
+    name, rest, named = default_name, list(argv), bool(argv and not argv[0].startswith("-"))
+    if named:
+        name, rest = argv[0], argv[1:]
+        if name not in ALGORITHMS:
+            near = difflib.get_close_matches(name, ALGORITHMS, 1)
+            raise Refused(f"{name}: no such algorithm; {f'did you mean {near[0]}?' if near else 'there are'} "
+                          f"({', '.join(ALGORITHMS)})")
+    for word in rest:
+        flag = word.split("=")[0].lstrip("-").replace("_", "-")
+        if word.startswith("--") and flag in FOREIGN:
+            raise Refused(f"--{flag}: that is another library's name; here it is {FOREIGN[flag]}")
+    settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    if ("-h" in rest or "--help" in rest) and not named:
+        tyro.cli(Config, args=["--help"], prog=Path(sys.argv[0]).name, config=settings)
+    default = Whole(axes=ALGORITHMS[name].axes)
+    folder = resume_folder(rest)
+    if folder is not None:
+        saved = read_saved(folder)
+        if named and name != saved["algorithm"]:
+            raise Refused(f"--resume {folder}: that run is {saved['algorithm']}, not {name}; start a new run instead")
+        name = saved["algorithm"]
+        default = Whole(**{k: tuple(v) if k == "stop" else v for k, v in saved["config"].items()}, axes=Axes(**saved["axes"]))
+    whole = tyro.cli(Whole, args=rest, default=default, prog=f"{Path(sys.argv[0]).name} {name}", config=settings,
+                     description=ALGORITHMS[name].says)
+    job = resolved(Config(**{f.name: getattr(whole, f.name) for f in dataclasses.fields(Config)}))
+    check(name, job, whole.axes)
+    return name, job, whole.axes
+
+
+def resolved(cfg: Config) -> Config:
+    """The job with the length limit that its task sets, where the flags set none."""
+    limit = 6 * cfg.digits + 6 if cfg.task == "arithmetic" else 256
+    return cfg if cfg.max_new_tokens is not None else dataclasses.replace(cfg, max_new_tokens=limit)
+
+
+def resume_folder(words: list[str]) -> Path | None:
+    """The folder after --resume, if it is there."""
+    for i, word in enumerate(words):
+        if word == "--resume" and i + 1 < len(words):
+            return Path(words[i + 1])
+        if word.startswith("--resume="):
+            return Path(word.split("=", 1)[1])
+    return None
+
+
+def read_saved(folder: Path) -> dict:
+    """config.json of a run. Raises Refused where there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise Refused(f"--resume {folder}: no config.json there; name the folder of a run (runs/NAME)")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise Refused(f"{path}: not JSON ({error}); restore it or start a new run") from None
+
+
+def check(name: str, cfg: Config, axes: Axes) -> None:
+    """Refuse what cannot work, before any work, in one line that says what would."""
+    for flag in ("steps", "prompts_per_step", "samples_per_prompt", "max_new_tokens", "tokens_per_micro_batch",
+                 "updates_per_batch", "epochs_per_batch", "digits", "eval_problems", "eval_samples"):  # fmt: skip
+        if getattr(cfg, flag) < 1:
+            raise Refused(f"{dashed(flag)} {getattr(cfg, flag)}: must be at least 1")
+    for flag in ("lr", "max_grad_norm"):
+        if not 0 < getattr(cfg, flag) < float("inf"):
+            raise Refused(f"{dashed(flag)} {getattr(cfg, flag)}: must be above 0 and finite")
+    for flag in ("eval_every", "save_every", "warmup_steps", "weight_decay"):
+        if not 0 <= getattr(cfg, flag) < float("inf"):
+            raise Refused(f"{dashed(flag)} {getattr(cfg, flag)}: must be 0 or more")
+    if not 0.05 <= cfg.temperature < float("inf"):
+        raise Refused(f"--temperature {cfg.temperature}: must be at least 0.05; greedy answers (0) are for evaluation, "
+                      "they have no spread to learn from")
+    if cfg.samples_per_step % cfg.updates_per_batch:
+        near = divisors_near(cfg.samples_per_step, cfg.updates_per_batch)
+        raise Refused(f"--updates-per-batch {cfg.updates_per_batch}: does not divide {cfg.samples_per_step} samples "
+                      f"({cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}); nearest that do: {near}")
+    if cfg.task != "arithmetic" and cfg.data is None:
+        raise Refused(f"--task {cfg.task} needs --data FILE: one JSON object a line")
+    if cfg.task == "arithmetic" and (cfg.data or cfg.eval_data):
+        raise Refused("--data: arithmetic makes its own problems; add --task jsonl or --task gsm8k")
+    if cfg.task != "arithmetic" and cfg.model is None:
+        raise Refused(f"--task {cfg.task} needs --model DIR: the tiny model only knows arithmetic")
+    if cfg.resume and cfg.out and Path(cfg.out) != Path(cfg.resume):
+        raise Refused(f"--out {cfg.out}: a resumed run stays in its folder, {cfg.resume}")
+    ALGORITHMS[name].refuse(cfg, axes, Refused)
+
+
+def divisors_near(total: int, wanted: int) -> str:
+    """The divisors of total next below and above wanted, as text.
+
+    >>> divisors_near(256, 3)
+    '2 or 4'
+    """
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
+    return " or ".join(str(d) for d in below[-1:] + above[:1])
+
+
+def dashed(name: str) -> str:
+    """The flag of a field: max_new_tokens → --max-new-tokens."""
+    return "--" + name.replace("_", "-")
+
+
+def command(script: str, name: str, cfg: Config, axes: Axes) -> str:
+    """The one command that makes this run again, with what differs from the defaults."""
+    words = ["python", script, name]
+    usual = resolved(Config(task=cfg.task, digits=cfg.digits))
+    usual = dataclasses.replace(usual, task=Config.task, digits=Config.digits)
+    for settings, default in ((cfg, usual), (axes, ALGORITHMS[name].axes)):
+        for f in dataclasses.fields(settings):
+            value = getattr(settings, f.name)
+            if value == getattr(default, f.name) or f.name in ("resume", "dry_run", "out"):
+                continue
+            if value is True:
+                words.append(dashed(f.name))
+            else:
+                words += [dashed(f.name), *map(str, value if isinstance(value, tuple) else [value])]
+    return shlex.join(words)
+
+
+def describe(script: str, name: str, cfg: Config, axes: Axes) -> str:
+    """Every setting, the counts that follow from them and the command, as printed at the start of a run."""
+    updates = cfg.updates_per_batch * cfg.epochs_per_batch
+    lines = [f"{ALGORITHMS[name].says}"]
+    pairs = [f"{f.name}={getattr(s, f.name)}" for s in (cfg, axes) for f in dataclasses.fields(s)]
+    line = "  "
+    for pair in pairs:
+        if len(line) + len(pair) > 118:
+            lines.append(line)
+            line = "  "
+        line += pair + "  "
+    lines.append(line)
+    lines.append(f"{cfg.samples_per_step} samples = {cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}; "
+                 f"{updates} update{'s' * (updates > 1)} a step; {cfg.steps} steps = {cfg.steps * cfg.samples_per_step:,} samples")
+    lines.append(f"again: {command(script, name, cfg, axes)}")
+    return "\n".join(lines)
+
+
+def launch(script: str, default_name: str, train: Callable[[Any], None], argv: list[str]) -> int:
+    """Parse, check, put the run together, `train(run)`. Returns the exit status: 0 done, 2 refused, 130 stopped.
+
+    torch is imported when the flags are known to be good.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the run has handlers of its own
+    try:
+        name, cfg, axes = parse(argv, default_name)
+        print(describe(Path(script).name, name, cfg, axes), flush=True)
+        from nanorl import run
+
+        with run.started(script, name, cfg, axes) as parts:
+            if parts is not None:
+                train(parts)
+    except Refused as error:
+        print(f"{Path(script).name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{Path(script).name}: stopped; go on with --resume FOLDER if a checkpoint was saved", file=sys.stderr)
+        return 130
+    return 0

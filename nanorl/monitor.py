@@ -1,0 +1,298 @@
+"""What is happening? Numbers on the console, numbers and samples in files, pictures in TensorBoard.
+
+`log(name, value)` is how a user adds a number of their own, from a reward, an episode or a loss. `step_metrics` is
+what a step says about itself, a pure function of its batch. `Monitor` shows and writes both; `notes/metrics.md`
+explains each name. No torch until a `Monitor` is made: a user's reward file imports `log`, and runs without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from nanorl import advantage as A
+from nanorl import loss as L
+from nanorl.config import STARTED, Refused
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanorl.sample import Batch, Group
+
+WALL_CLOCK = ("seconds", "tokens_per_second")  # keys that begin so are times: the only ones a repeated run may change
+KEYS = frozenset("""step seconds tokens_per_second samples tokens trained_rows loss grad_norm skipped lr
+    reward reward/std reward/group_std contrast adv/mean adv/std lag/mean lag/max ratio/mean ratio/max
+    clip clip/low clip/high kl/prox kl/ref mismatch/mean mismatch/max entropy repeat/token
+    length/mean length/max truncated""".split())  # beside these: seconds/…, eval/… and the user's own
+EVERY = 20  # lines between two headers on the console
+FLAT = 5  # steps in a row without any contrast before a warning
+
+_outside: list[tuple[str, float]] = []  # what was logged outside of any sample since the last step was written
+_notes = ContextVar("notes", default=_outside)
+
+
+def log(name: str, value: float) -> None:
+    """Log a number of your own under this name: a bool, an int, a float or a tensor with one element.
+
+    Inside an episode or reward it belongs to the sample in the making, elsewhere (a loss) to the step, which reports
+    the mean. NaN abstains: the mean is over the others, NAME/abstained counts it. Raises Refused for a taken name.
+    """
+    if not own(name):
+        raise Refused(f"log({name!r}, …): the name is taken, see notes/metrics.md; choose another")
+    _notes.get().append((name, float(value.detach() if hasattr(value, "detach") else value)))
+
+
+@contextmanager
+def collecting() -> Iterator[list[tuple[str, float]]]:
+    """The list of all that is logged while a sample is made, in this task and those that it starts."""
+    token = _notes.set([])
+    try:
+        yield _notes.get()
+    finally:
+        _notes.reset(token)
+
+
+def own(name: str) -> bool:
+    """The name is a user's: neither ours nor among the names that we may yet write."""
+    return name not in KEYS and not name.startswith((*WALL_CLOCK, "eval/"))
+
+
+def average(notes: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The mean of each name over the values that are finite, and NAME/abstained, the count of others, if there are.
+
+    >>> average([("style", 0.5), ("style", float("nan")), ("style", 1.0)])
+    {'style': 0.75, 'style/abstained': 1}
+    """
+    values, means = {}, {}
+    for name, value in notes:
+        values.setdefault(name, []).append(value)
+    for name, logged in values.items():
+        given = [value for value in logged if math.isfinite(value)]
+        if given:
+            means[name] = math.fsum(given) / len(given)
+        if len(given) < len(logged):
+            means[f"{name}/abstained"] = len(logged) - len(given)
+    return means
+
+
+def trained_ratio(batch: Batch, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that were trained [B, T]; log π_prox [B, T], π_θ's own where the batch has none; their ratio r [N]."""
+    trained = batch.mask & logp.isfinite() & (batch.mask if batch.keep is None else batch.keep)
+    prox = logp if batch.logp_prox is None else logp.where(batch.logp_prox.isnan(), batch.logp_prox)
+    return trained, prox, L.log_ratio(logp, prox, trained)[trained].exp()
+
+
+def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, version: int,
+                 eps_low: float, eps_high: float) -> dict[str, float]:  # fmt: skip
+    """What a step says about itself, by the names of notes/metrics.md; what is undefined or not finite is left out.
+
+    batch: after `credit`. logp [B, T]: log π_θ of each token when it was trained, NaN in rows without a forward pass.
+    version: the trainer's when it trained. groups: for the users' numbers. Nothing off the mask is looked at.
+    """
+    def mean(x: Tensor) -> float:
+        return float(x.cpu().double().mean())  # NaN over nothing
+
+    def std(x: Tensor) -> float:
+        return float(x.cpu().double().std()) if len(x) > 1 else math.nan
+
+    def mean_max(name: str, x: Tensor) -> dict[str, float]:
+        return {f"{name}/mean": mean(x), f"{name}/max": float(x.max()) if len(x) else math.nan}
+
+    mask, reward, group = batch.mask, batch.reward.cpu().double(), batch.group.cpu()
+    trained, prox, ratio = trained_ratio(batch, logp)
+    adv = batch.adv[trained]
+    low, high = mean((adv < 0) & (ratio < 1 - eps_low)), mean((adv > 0) & (ratio > 1 + eps_high))
+    share = 1 / A.group_size(reward, group)  # [B] adds up to 1 in a group, so that every group counts alike
+    first = batch.version.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]  # argmax: where the first True stands
+    tokens, counts = mask.sum(1), batch.ids[mask].unique(return_counts=True)[1]
+    metrics = {
+        "reward": mean(reward), "reward/std": std(reward),
+        "reward/group_std": float((share * A.group_std(reward, group)).sum() / share.sum()),
+        "contrast": float((share * ~A.constant(reward, group)).sum() / share.sum()),
+        "adv/mean": mean(batch.adv[mask]), "adv/std": std(batch.adv[mask]),
+        **mean_max("lag", (version - first)[tokens > 0]), **mean_max("ratio", ratio),
+        "clip": low + high, "clip/low": low, "clip/high": high,
+        "kl/prox": mean(L.kl(prox, logp, trained)[trained]),  # samples of π_prox: KL(π_prox‖π_θ), E[r − 1 − log r]
+        **mean_max("mismatch", (prox - batch.logp_behave)[trained].abs()),
+        "entropy": -mean(batch.logp_behave[mask]),
+        "repeat/token": int(counts.max()) / int(counts.sum()) if len(counts) else math.nan,
+        **mean_max("length", tokens), "truncated": mean(batch.truncated),
+        "samples": len(batch), "tokens": int(tokens.sum()), "trained_rows": mean((mask & logp.isfinite()).any(1)),
+    }  # fmt: skip
+    if batch.logp_ref is not None:
+        metrics["kl/ref"] = mean(L.kl(logp, batch.logp_ref, trained)[trained])
+    return finite({**metrics, **average(n for g in groups for s in g.samples if s.train for n in s.notes)})
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float]:
+    """Without the values that are NaN or infinite, which neither JSON nor a chart can hold."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+COLUMNS = (  # title, width, key in metrics.jsonl, format; ten numbers that a person looks at
+    ("reward", 8, "reward", ".3f"), ("pass@1", 8, "eval/pass@1", ".3f"), ("contrast", 10, "contrast", ".0%"),
+    ("grad", 7, "grad_norm", ".2f"), ("lag", 5, "lag/max", ".0f"), ("ratio", 7, "ratio/max", ".3f"),
+    ("clip", 7, "clip", ".1%"), ("entropy", 9, "entropy", ".3f"), ("length", 8, "length/mean", ".1f"),
+    ("cut", 6, "truncated", ".0%"), ("tok/s", 8, "tokens_per_second", ",.0f"),
+)  # fmt: skip
+LEGEND = """(pass@1: held out, last evaluated; contrast: groups to learn from; grad: gradient norm; lag, ratio: largest;
+ clip: share of tokens; length: in tokens; cut: share of answers; notes/metrics.md says more)"""
+
+
+class Monitor:
+    """The console and the files of one run. A step is shown and written once, and flushed, when it is over."""
+
+    def __init__(self, folder: Path, start_step: int, steps: int):
+        """Begin after start_step, 0 or that of the checkpoint: what a killed run wrote after it is cut away."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        kept = start_step or -1  # a run that starts over keeps nothing, not even the evaluation before training
+        self.metrics, self.samples = (append_after(folder / f"{name}.jsonl", kept) for name in ("metrics", "samples"))
+        self.board = SummaryWriter(str(folder), purge_step=kept + 1, flush_secs=10)
+        self.start_step, self.steps, self.began = start_step, steps, time.monotonic()
+        self.pass_1 = math.nan  # the last evaluation's
+        self.lines, self.flat, self.warned = 0, 0, set()
+
+    def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group], seconds: dict[str, float]) -> None:
+        """Write and show step number `step`, from 1. seconds: of each stage (generate, measure, train, evaluate).
+
+        metrics: step_metrics', the trainer's, and an evaluation's if there was one: a step is one object in the file.
+        """
+        metrics = {**metrics, **average(_outside), **{f"seconds/{stage}": took for stage, took in seconds.items()}}
+        _outside.clear()
+        metrics["tokens_per_second"] = metrics["tokens"] / sum(t for stage, t in seconds.items() if stage != "evaluate")
+        self.pass_1 = metrics.get("eval/pass@1", self.pass_1)
+        self.write(step, metrics)
+        for number, sample in ((group.prompt.number, sample) for group in groups for sample in group.samples):
+            row = {"step": step, "prompt": number, "reward": sample.reward, **vars(sample)}
+            row["mask"] = [int(m) for m in sample.mask]
+            self.samples.write(json.dumps({name: plain(value) for name, value in row.items()}) + "\n")
+        self.samples.flush()
+        self.print_line(step, metrics)
+        self.warn(metrics)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Append one object to metrics.jsonl, and the same numbers to TensorBoard."""
+        metrics = finite({"seconds": time.monotonic() - STARTED, **metrics})
+        self.metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.metrics.flush()
+        for name, value in metrics.items():
+            self.board.add_scalar(name, value, step)
+
+    def print_line(self, step: int, metrics: dict[str, float]) -> None:
+        """Progress, time left, the ten numbers and the user's own, under a header that comes again now and then."""
+        width = 2 * len(str(self.steps)) + 4
+        if self.lines % EVERY == 0:
+            titles = "step".rjust(width) + "left".rjust(8) + "".join(title.rjust(w) for title, w, _, _ in COLUMNS)
+            print(titles if self.lines else f"{LEGEND}\n{titles}")
+        self.lines += 1
+        left = (time.monotonic() - self.began) / (step - self.start_step) * (self.steps - step)
+        shown = finite({"eval/pass@1": self.pass_1, **metrics})
+        cells = (f"{shown[key]:{form}}".rjust(w) if key in shown else "–".rjust(w) for _, w, key, form in COLUMNS)
+        notes = "".join(f"  {name} {value:.3g}" for name, value in shown.items() if own(name))
+        print(f"{step}/{self.steps}".rjust(width) + span(left).rjust(8) + "".join(cells) + notes, flush=True)
+
+    def warn(self, metrics: dict[str, float]) -> None:
+        """One line for each thing that is wrong, when it begins and not again until it has ended."""
+        self.flat = self.flat + 1 if metrics.get("contrast") == 0 else 0
+        wrong = {
+            f"no group had contrast for {FLAT} steps, and equal rewards teach nothing; look at reward and problems":
+                self.flat >= FLAT,
+            "over half of the answers are cut at the length limit; raise --max-new-tokens": metrics["truncated"] > 0.5,
+            "over 90 % of the sampled tokens are one: collapse or broken weights; go back to a checkpoint, lower --lr":
+                metrics.get("repeat/token", 0) > 0.9,
+            "the gradient is not finite: no optimizer step was made; lower --lr": metrics.get("skipped", 0) > 0,
+        }  # fmt: skip
+        for text, now in wrong.items():
+            if now and text not in self.warned:
+                print(f"warning: {text}", flush=True)
+        self.warned = {text for text, now in wrong.items() if now}
+
+    def evaluation(self, step: int, results: dict[str, float]) -> None:
+        """Show an evaluation (keys eval/…), and write it if it is before training, step 0; later `step` writes it."""
+        self.pass_1 = results.get("eval/pass@1", self.pass_1)
+        if step == 0:
+            self.write(0, results)
+        numbers = "".join(f"  {name.removeprefix('eval/')} {value:.3f}" for name, value in results.items())
+        print(f"evaluation at step {step}:{numbers}", flush=True)
+
+    def show(self, step: int, group: Group) -> None:
+        """Print the first sample of this group, whole, and put it on the text page of TensorBoard."""
+        sample, indent = group.samples[0], "\n    "
+        text = (f"\nprompt      {group.prompt.text}\ncompletion  {sample.text}\nanswer      {group.prompt.answer}\n"
+                f"reward      {sample.reward:g} (its group's: {' '.join(f'{s.reward:g}' for s in group.samples)})"
+                f"  finish {sample.finish}")  # fmt: skip
+        text = "".join(c if c.isprintable() else indent if c == "\n" else "·" for c in text)  # no terminal commands
+        print(f"a sample of step {step}, prompt {group.prompt.number}:{text}", flush=True)
+        self.board.add_text("sample", text, step)
+
+    def histograms(self, step: int, batch: Batch, logp: Tensor) -> None:
+        """Draw reward and length of rows, advantage and ratio of tokens; arguments as in `step_metrics`."""
+        drawn = {"reward": batch.reward, "length": batch.mask.sum(1), "adv": batch.adv[batch.mask],
+                 "ratio": trained_ratio(batch, logp)[2]}  # fmt: skip
+        for name, values in drawn.items():
+            if values.isfinite().any():  # TensorBoard takes neither NaN nor nothing
+                self.board.add_histogram(f"histogram/{name}", values[values.isfinite()], step)
+
+    def explain_first_step(self) -> None:
+        """Why the loss of a clipped surrogate reads 0 at the first step, and the ratio 1."""
+        print("Loss 0 and ratio 1 are right at first: the weights that sampled now train, so r = 1 and the loss is\n"
+              "−mean(A); the advantages A of a group sum to about 0. The gradient, −mean(A·∇log π), does not:\n"
+              "look at reward, contrast and grad_norm.", flush=True)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self.metrics, self.samples, self.board):
+            file.close()
+
+
+def plain(value: object) -> object:
+    """The value as JSON can hold it: what is not finite becomes null."""
+    if isinstance(value, (tuple, list)):
+        return [plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def append_after(path: Path, step: int) -> TextIO:
+    """Open a JSONL file after its last line up to this step; what a killed run wrote later, half lines too, is cut."""
+    end = 0
+    with open(path, "ab+") as file:
+        file.seek(0)
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            end += len(line)
+        file.truncate(end)
+    return open(path, "a", encoding="utf-8")
+
+
+def span(seconds: float) -> str:
+    """A duration for people.
+
+    >>> span(7.4), span(187), span(7500)
+    ('7s', '3m07s', '2h05m')
+    """
+    s = round(seconds)
+    return f"{s}s" if s < 60 else f"{s // 60}m{s % 60:02}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02}m"
+
+
+_said: dict[str, float] = {}  # label → when its last line was printed
+
+
+def text_progress(label: str, done: int, total: int, started: float) -> None:
+    """Progress of other long work that began at `started` (time.monotonic()), with the time left, done ≥ 1.
+
+    One line that rewrites itself on a terminal; elsewhere a line every ten seconds, and the last if there were others.
+    """
+    now, last, terminal = time.monotonic(), done >= total, sys.stdout.isatty()
+    if terminal or (last and now - started >= 10) or now - max(started, _said.get(label, started)) >= 10:
+        _said[label], spent = now, now - started
+        text = f"{label} {done}/{total}  {span(spent)}, {span(spent / done * (total - done))} left"
+        print(f"\r{text:78}" if terminal else text, end="" if terminal and not last else "\n", flush=True)

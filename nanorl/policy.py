@@ -1,0 +1,162 @@
+"""What is scored? One module around a `transformers` model: the policy, and the frozen reference.
+
+`forward` is the only entry, and the only place of the project where something is shifted by one: the model's output
+at position t−1 is the distribution of token t, and `logp[:, t]` is written where the token stands.
+
+Log-probs are computed from the hidden states, for sampled tokens alone and a chunk at a time, so that the [B, T, V]
+tensor of logits (a gigabyte at a vocabulary of 150,000 and 2,000 tokens) never exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from nanorl.config import Refused
+from nanorl.sample import Batch
+
+logging.disable_progress_bar()  # one for every file saved would bury the run's own lines
+CHUNK = 1 << 22  # logits that exist at a time
+
+
+class Policy(nn.Module):
+    """π_θ(token | past) at one sampling temperature, around a causal language model with an output embedding."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float = 1.0, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.model, self.temperature, self.dtype = model.eval(), temperature, dtype  # eval: no dropout, ever
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[B, T] log π_θ(ids[:, t] | ids[:, :t]) at the temperature, with gradient; 0 where the mask is False.
+
+            log π(y|x) = z_y/T − log Σ_v exp(z_v/T)
+
+        Rows are padded on the right, where causal attention never looks: no attention mask, no position ids.
+        """
+        hidden = self.hidden(batch.ids)
+        # lab: begin (which hidden state scores which token?)
+        past, token = hidden[:, :-1][batch.mask[:, 1:]], batch.ids[:, 1:][batch.mask[:, 1:]]  # [N, H], [N]
+        # lab: end
+        head = self.model.get_output_embeddings()
+        rows = max(1, CHUNK // head.weight.shape[0])
+        if len(token) <= rows:
+            scored = self.score(past, token)
+        else:  # keep no chunk's logits for the backward pass: they are computed again there
+            parts = zip(past.split(rows), token.split(rows))
+            scored = torch.cat([checkpoint(self.score, p, t, use_reentrant=False) for p, t in parts])
+        logp = torch.zeros(batch.mask.shape, dtype=scored.dtype, device=scored.device)
+        logp[:, 1:] = logp[:, 1:].masked_scatter(batch.mask[:, 1:], scored)
+        return logp
+
+    def autocast(self) -> torch.autocast:
+        """The precision of a pass: bfloat16 where asked for, over weights that stay float32."""
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """[B, T, H] the last hidden states, as the output embedding gets them."""
+        with self.autocast():
+            return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def score(self, past: Tensor, token: Tensor) -> Tensor:
+        """[N] the log-prob of each token after its past [N, H]; the softmax in float32 or wider."""
+        with self.autocast():
+            logits = self.model.get_output_embeddings()(past)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        return logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(1)
+
+
+@torch.no_grad()
+def measure(batch: Batch, policy: Policy, ref: Policy | None, needs: frozenset[str], later: list[Tensor], tokens: int) -> Batch:
+    """The batch with what the algorithm needs beforehand, computed without gradient; no needs, no pass.
+
+    logp_prox is measured for the rows of `later` updates alone: in the first one the policy itself is π_prox. The
+    other rows hold NaN, so that a use by mistake cannot pass unseen.
+    """
+    if "logp_prox" in needs:
+        batch = replace(batch, logp_prox=scored(policy, batch, torch.cat(later).unique(), tokens))
+    if "logp_ref" in needs:
+        batch = replace(batch, logp_ref=scored(ref, batch, torch.arange(len(batch)), tokens))
+    return batch
+
+
+def scored(policy: Policy, batch: Batch, rows: Tensor, tokens: int) -> Tensor:
+    """[B, T] log-probs of these rows, NaN in the others, in passes of at most this many tokens."""
+    out = torch.full(batch.mask.shape, float("nan"), device=batch.ids.device)
+    chosen = batch.select(rows)
+    chosen = replace(chosen, row=rows, weight=chosen.mask.float(), local_mean=False)
+    for micro in chosen.split(tokens):
+        out[micro.row, : micro.ids.shape[1]] = policy(micro).to(out.dtype)
+        out[micro.row, micro.ids.shape[1] :] = 0.0
+    return out
+
+
+def load(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model in float32 and its tokenizer, from a folder or the Hugging Face hub.
+
+    Raises Refused where there is none, or where the model cannot be trained here.
+    """
+    if Path(name).exists() and not (Path(name) / "config.json").is_file():
+        raise Refused(f"--model {name}: no config.json there; name a folder with config.json and model.safetensors")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise Refused(f"--model {name}: cannot be loaded ({first_line(error)})") from None
+    return admit(model, name).to(device), tokenizer
+
+
+def admit(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The model with dropout 0, fit to be saved. Raises Refused for what the chunked log-probs would score wrongly."""
+    if model.get_output_embeddings() is None:
+        raise Refused(f"--model {name}: no output embedding; use a causal language model")
+    text = model.config.get_text_config()
+    for scaling in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(text, scaling, None) not in (None, 1.0):
+            raise Refused(f"--model {name}: {scaling} changes the logits after the output embedding; not supported")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if model.generation_config is not None:  # transformers refuses to save a temperature beside do_sample=False
+        model.generation_config.do_sample = True
+    return model
+
+
+@torch.no_grad()
+def check_scores(policy: Policy, ids: Tensor) -> float:
+    """The largest difference between the chunked log-probs and the model's own logits on these ids [B, T], float32.
+
+    Raises Refused above 1e-3: the model does something between its hidden states and its logits that is not known here.
+    """
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 0] = False
+    hidden = policy.hidden(ids)[:, :-1].flatten(0, 1)
+    ours = policy.score(hidden, ids[:, 1:].flatten())
+    with policy.autocast():
+        logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+    theirs = (logits.float() / policy.temperature).log_softmax(1).gather(1, ids[:, 1:].flatten()[:, None])[:, 0]
+    worst = float((ours - theirs).abs().max())
+    if worst > (1e-3 if policy.dtype == torch.float32 else 0.1):
+        raise Refused(f"--model: log-probs from hidden states differ from the model's own by {worst:.1e}; not supported")
+    return worst
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """All ids that end an answer: those of the generation config and the tokenizer's. Raises Refused if there is none."""
+    declared = model.generation_config.eos_token_id if model.generation_config else None
+    ids = {declared} if isinstance(declared, int) else set(declared or ())
+    ids |= {tokenizer.eos_token_id} - {None}
+    if not ids:
+        raise Refused("--model: neither generation_config.json nor the tokenizer names an end token; set eos_token_id")
+    return frozenset(ids)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's message, shortened."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:160]

@@ -1,0 +1,321 @@
+"""What is a run? Its folder, its parts put together from the flags, its signals, its beginning and its end.
+
+Everything that `train_grpo.py` needs beside the loop itself stands here, so that the loop fits on one page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from nanorl import algorithms, checkpoint, config, evaluate, optimize, policy, reward, rollout, tasks, tiny
+from nanorl.buffer import Buffer
+from nanorl.config import Config, Refused
+from nanorl.monitor import Monitor, average, step_metrics, text_progress
+from nanorl.sample import Batch, Group, Prompt
+
+TIMEOUT = 1800.0  # seconds without a single finished group, after which something is stuck
+
+
+class Stop:
+    """Ctrl-C and SIGTERM ask the run to stop where it can be saved; asked twice, it stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def handle(self, number: int, frame: object) -> None:
+        """The signal handler."""
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print(f"\n{signal.Signals(number).name}: stopping after this step; once more stops at once", file=sys.stderr)
+
+
+class Clock:
+    """Seconds spent in each stage of a step: `with clock("train"): …`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
+
+    def lap(self) -> dict[str, float]:
+        """The stages since the last lap."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+class Run:
+    """The parts of a run and what it does around its steps: evaluate, save, finish."""
+
+    def __init__(self, script: str, name: str, cfg: Config, axes: algorithms.Axes):
+        self.script, self.name, self.cfg = Path(script).name, name, cfg
+        self.algo = algorithms.chosen(name, axes)
+        self.needs = self.algo.needs(cfg, axes)
+        self.limit = axes.length_limit or cfg.max_new_tokens
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+        self.folder, self.lock = Path(cfg.resume) if cfg.resume else None, None
+        self.last = checkpoint.latest(self.folder) if cfg.resume else None
+        self.step, self.not_finite, self.stop, self.clock = 0, 0, Stop(), Clock()
+        self.evaluation: dict[str, float] = {}  # the last one's results
+        self.before: dict[str, float] = {}  # those before training
+        self.began = time.monotonic()
+
+        self.task = tasks.load(cfg)
+        self.start = cfg.model or self.warm_start()
+        try:
+            model, self.tokenizer = policy.load(str(self.last or self.start), self.device)
+        except (RuntimeError, AssertionError) as error:  # torch's words for a device that is not there
+            raise Refused(f"--device {self.device}: {policy.first_line(error)}") from None
+        dtype = getattr(torch, cfg.dtype)
+        self.policy = policy.Policy(model, cfg.temperature, dtype)
+        self.end = policy.end_tokens(model, self.tokenizer)
+        room = model.config.get_text_config().max_position_embeddings
+        tasks.check_lengths(self.task, self.tokenizer, cfg, room)
+        policy.check_scores(self.policy, torch.tensor([self.prompt(0).ids + (min(self.end),)], device=self.device))
+        self.engine = rollout.LocalEngine(self.policy, self.tokenizer)
+        self.score = partial(reward.score, self.task.reward)
+
+    def warm_start(self) -> str:
+        """The folder of the tiny model's warm start, made now if it is not cached."""
+        return str(tiny.warm_started(tiny.WarmStart(digits=self.cfg.digits, seed=self.cfg.seed)))
+
+    def prompt(self, number: int) -> Prompt:
+        """Prompt `number` of the run."""
+        return tasks.make_prompt(self.task.train(number), number, self.tokenizer, self.cfg, self.task)
+
+    def sampling(self) -> rollout.Sampling:
+        """How training samples; evaluation too, but for its stream of random numbers."""
+        key = (self.cfg.seed, rollout.TRAIN)
+        return rollout.Sampling(self.cfg.max_new_tokens, self.cfg.temperature, self.end, self.cfg.stop, key)
+
+    def open(self) -> None:
+        """Make or reopen the folder, restore the last checkpoint, start the thread that samples. Raises Refused."""
+        cfg = self.cfg
+        self.optimizer = optimize.adamw(self.policy, cfg)
+        if self.folder is None:
+            self.folder = new_folder(cfg, self.name)
+        self.lock = locked(self.folder)
+        if shutil.disk_usage(self.folder).free < 5 * checkpoint.need(self.policy.model) + (64 << 20):
+            raise Refused(f"--out {self.folder}: the checkpoints kept need about "
+                          f"{5 * checkpoint.need(self.policy.model) / 1e9:.1f} GB there; free some, or choose another disk")
+        if self.last is not None:
+            state = checkpoint.restore(self.last, self.policy.model, self.optimizer)
+            self.step, self.evaluation, self.before = state["step"], state["evaluation"], state["before"]
+            if self.step >= cfg.steps:
+                raise Refused(f"--resume {cfg.resume}: that run is done ({self.step} steps); add --steps {2 * self.step}")
+        write_settings(self.folder, self.script, self.name, cfg, self.algo.axes)
+        self.ref = None
+        if "logp_ref" in self.needs:  # the start weights, also after a resume
+            self.ref = policy.Policy(policy.load(str(self.start), self.device)[0], cfg.temperature, self.policy.dtype)
+            self.ref.requires_grad_(False)
+        self.engine.version = self.step
+        self.buffer = Buffer(cfg.prompts_per_step, version=self.step)
+        self.monitor = Monitor(self.folder, self.step, cfg.steps)
+        self.rollout = rollout.Rollout(self.buffer, self.make_group)
+
+    async def make_group(self, number: int) -> Group:
+        """G tries at prompt `number`."""
+        return await rollout.group(self.engine, self.tokenizer, self.prompt(number), self.score, self.sampling(),
+                                   self.cfg.samples_per_prompt)  # fmt: skip
+
+    def take(self) -> list[Group]:
+        """The groups of the next step: start what may start, wait for the oldest."""
+        self.rollout.pump()
+        try:
+            return self.buffer.take(TIMEOUT, self.stop)
+        except BaseException as error:  # between two steps everything is consistent: whatever happened, lose nothing
+            print(f"{type(error).__name__}: saved in {self.save()}", file=sys.stderr)
+            raise
+
+    def due(self, every: int) -> bool:
+        """Something that happens every so many steps, and never for 0, happens now."""
+        return every > 0 and self.step % every == 0
+
+    def evaluate(self, samples: int = 1, within_step: bool = False) -> dict[str, float]:
+        """Greedy accuracy, pass@k and the user's own numbers on held-out problems, by the weights of now.
+
+        Within a step the first Ctrl-C waits for it, so that a resumed run has the same numbers.
+        """
+        prompts = [tasks.make_prompt(p, i, self.tokenizer, self.cfg, self.task) for i, p in enumerate(self.task.held_out)]
+        total, started = len(prompts) * (samples + 1), time.monotonic()
+        progress = partial(text_progress, "evaluate", total=total, started=started)
+        question = evaluate.evaluate(self.engine, self.tokenizer, prompts, self.score, self.sampling(), samples, self.cfg.seed,
+                                     lambda done: progress(done=done))  # fmt: skip
+        results, groups = self.rollout.call(question, (lambda: False) if within_step else self.stop)
+        own = average(note for g in groups for s in g.samples for note in s.notes)
+        return results | {f"eval/{name}": value for name, value in own.items()}
+
+    def record(self, groups: list[Group], batch: Batch, trained: torch.Tensor, loss: float, lr: float, norms: list[float]) -> None:
+        """After a step: publish its weights, measure, evaluate and save where that is due, admit the next groups.
+
+        trained [B, T] holds the log-probs as they were when they were trained; norms are the gradient's, one an update.
+        Raises FloatingPointError after 5 steps without a finite gradient, Stopped where the user asked for it.
+        """
+        axes, skipped = self.algo.axes, sum(not math.isfinite(norm) for norm in norms)
+        self.step += 1  # the version: completed training steps
+        self.engine.pause()
+        self.engine.update_weights(self.policy, version=self.step)
+        self.engine.resume()
+        metrics = step_metrics(groups, batch, trained, self.step - 1, axes.eps_low, axes.eps_high)
+        metrics |= {"loss": loss, "lr": lr, "grad_norm": max(norms), "skipped": skipped}
+        if self.due(self.cfg.eval_every):
+            with self.clock("evaluate"):
+                self.evaluation = self.evaluate(within_step=True)
+            metrics |= self.evaluation
+        self.monitor.step(self.step, metrics, groups, self.clock.lap())
+        if self.step == 1 and self.algo.has_ratio:
+            self.monitor.explain_first_step()
+        if self.due(5) or self.step == 1:
+            self.monitor.show(self.step, groups[self.step % len(groups)])
+            self.monitor.histograms(self.step, batch, trained)
+        self.not_finite = self.not_finite + 1 if skipped == len(norms) else 0
+        if self.not_finite == 5:
+            raise FloatingPointError("5 steps in a row had no finite gradient; the last checkpoint is sound, this is not")
+        if self.due(self.cfg.save_every) or self.step == self.cfg.steps:
+            self.save()
+        self.buffer.trained(self.step)  # admits the groups of the next step
+
+    def save(self) -> Path:
+        """A checkpoint of now; resuming from it is exact."""
+        state = {"step": self.step, "evaluation": self.evaluation, "before": self.before}
+        score = self.evaluation.get("eval/pass@1") if self.due(self.cfg.eval_every) else None
+        return checkpoint.save(self.folder, self.step, self.policy.model, self.tokenizer, self.optimizer, state, score)
+
+    def begin(self) -> None:
+        """Evaluate before training has changed anything. A resumed run has done that."""
+        if self.step == 0 and self.cfg.eval_every:
+            self.evaluation = self.before = self.evaluate()
+            self.monitor.evaluation(0, self.evaluation)
+
+    def finish(self) -> None:
+        """Evaluate once more; say what the run reached, where everything lies, what to try next (and in summary.json)."""
+        results, before = self.evaluate(self.cfg.eval_samples), self.before
+        summary = {"steps": self.step, "seconds": time.monotonic() - self.began, "before": before, "after": results,
+                   "command": config.command(self.script, self.name, self.cfg, self.algo.axes)}  # fmt: skip
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        last = checkpoint.latest(self.folder)
+        print(f"\ndone: {self.step} steps in {summary['seconds']:.0f} s")
+        for key, value in results.items():
+            was = f"{before[key]:.3f} → " if key in before else ""
+            print(f"  {key.removeprefix('eval/'):12} {was}{value:.3f}")
+        print(f"the run       {self.folder} (metrics.jsonl, samples.jsonl, summary.json)\n"
+              f"weights       {last} (AutoModelForCausalLM.from_pretrained opens it)\n"
+              f"curves        tensorboard --logdir {self.folder.parent}\n"
+              f"go on         python {self.script} --resume {self.folder} --steps {2 * self.cfg.steps}\n"
+              f"evaluate      python {self.script} --eval-only --model {last}")  # fmt: skip
+        if self.cfg.task == "arithmetic":
+            print(f"harder        python {self.script} --digits {self.cfg.digits + 1}\n"
+                  f"another way   python {self.script} {'dr_grpo' if self.name != 'dr_grpo' else 'rloo'}")  # fmt: skip
+
+    def close(self) -> None:
+        """End the thread and close the files."""
+        self.rollout.close()
+        self.monitor.close()
+
+
+@contextmanager
+def started(script: str, name: str, cfg: Config, axes: algorithms.Axes) -> Iterator[Run | None]:
+    """A run ready to train, or None where the flags ask only to look (--dry-run) or to evaluate (--eval-only)."""
+    run = Run(script, name, cfg, axes)
+    print(f"{run.task.says}; {run.start} on {run.device}", file=sys.stderr)
+    if cfg.dry_run:
+        dry_run(run)
+        yield None
+    elif cfg.eval_only:
+        run.rollout = rollout.Rollout(Buffer(cfg.prompts_per_step), run.make_group)
+        for key, value in run.evaluate(cfg.eval_samples).items():
+            print(f"  {key.removeprefix('eval/'):12} {value:.3f}")
+        run.rollout.close()
+        yield None
+    else:
+        run.open()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, run.stop.handle)
+        try:
+            yield run
+        finally:
+            run.close()
+
+
+def new_folder(cfg: Config, name: str) -> Path:
+    """A folder for a new run: --out, or the first free runs/NAME-TASK-N. Raises Refused if --out holds something."""
+    if cfg.out:
+        folder = Path(cfg.out)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise Refused(f"--out {folder}: there is something in it; go on with --resume {folder}, or choose another name")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    number = 1
+    while True:
+        folder = Path("runs") / f"{name}-{cfg.task}-{number}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def locked(folder: Path) -> Any:
+    """The open lock of a run's folder; it falls with the process. Raises Refused while another process has it."""
+    handle = open(folder / ".lock", "w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise Refused(f"{folder}: another process is training there; wait for it, or choose another --out") from None
+    return handle
+
+
+def write_settings(folder: Path, script: str, name: str, cfg: Config, axes: algorithms.Axes) -> None:
+    """config.json: all settings, the command and the versions; a resumed run writes its own over it."""
+    job = dataclasses.asdict(dataclasses.replace(cfg, resume=None, out=str(folder)))
+    saved = {"algorithm": name, "config": job, "axes": dataclasses.asdict(axes),
+             "command": config.command(script, name, cfg, axes),
+             "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                          "transformers": transformers.__version__, "threads": torch.get_num_threads()}}  # fmt: skip
+    temporary = folder / ".config.json"
+    temporary.write_text(json.dumps(saved, indent=1) + "\n")
+    os.replace(temporary, folder / "config.json")
+
+
+def dry_run(run: Run) -> None:
+    """Show one prompt as the model gets it and what memory the run takes, by arithmetic alone."""
+    prompt, cfg, text = run.prompt(0), run.cfg, run.policy.model.config.get_text_config()
+    print(f"prompt 0, as the model gets it ({len(prompt.ids)} tokens), answer {prompt.answer!r}:\n{prompt.text}\n{'-' * 40}")
+    weights = sum(p.numel() for p in run.policy.model.parameters())
+    heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    rows = min(cfg.samples_per_step, run.engine.max_rows)
+    parts = {
+        "weights, gradients, Adam (float32)": 16 * weights,
+        "reference": 4 * weights * ("logp_ref" in run.needs),
+        "keys and values while sampling": rows * (len(prompt.ids) + cfg.max_new_tokens) * text.num_hidden_layers * heads * width * 8,
+        "activations of a micro-batch": cfg.tokens_per_micro_batch * text.num_hidden_layers * text.hidden_size * 80,
+        "logits of a chunk": 4 * 4 * policy.CHUNK,
+    }
+    for what, size in parts.items():
+        print(f"  {what:36} about {size / 1e9:8.2f} GB")
+    print(f"  {'together':36} about {sum(parts.values()) / 1e9:8.2f} GB; a checkpoint {checkpoint.need(run.policy.model) / 1e9:.2f} GB")

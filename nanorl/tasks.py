@@ -1,0 +1,231 @@
+"""What is asked? Problems by number: additions made here, GSM8K, or any file of JSON lines.
+
+A task is a function from a prompt's number to a problem, so the order of the data needs no state: number n of seed s
+is the same problem in every run, also in a resumed one. Held-out problems are never trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanorl import reward
+from nanorl.config import Config, Refused
+from nanorl.monitor import log
+from nanorl.sample import Prompt
+
+POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids", "answer")  # what every reward gets by position
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question (text, or chat messages), the answer it is judged by, and the row's other fields."""
+
+    prompt: str | list[dict[str, str]]
+    answer: str
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """`train(number)` is the problem of that number; `answered(problem)` a completion as the prompt demands it."""
+
+    says: str
+    train: Callable[[int], Problem]
+    held_out: list[Problem]
+    reward: Callable[..., Any]
+    suffix: str
+    answered: Callable[[Problem], str]
+    problems: tuple[Problem, ...] = ()  # all that train draws from, where that is a list
+
+
+def load(cfg: Config) -> Task:
+    """The task that the flags name. Raises Refused, with file and line, where its data cannot be used."""
+    task = arithmetic(cfg) if cfg.task == "arithmetic" else from_file(cfg)
+    sample = task.train(0)
+    worth = task.reward("", task.answered(sample), (), (), sample.answer, **sample.row)
+    if worth != 1.0:  # prompt and verifier must speak of the same format, or nothing can be learned
+        raise Refused(f"--reward {cfg.reward}: gives {worth} to the right answer {sample.answer!r}, written as "
+                      f"{task.answered(sample)[-60:]!r}; choose another verifier")
+    return task
+
+
+# ------------------------------------------------------------------------------------------------ arithmetic
+
+
+def part(a: int, b: int) -> str:
+    """Which of three disjoint sets an addition belongs to: held out (1/16), warm start (7/16), training (8/16)."""
+    bucket = zlib.crc32(f"{a}+{b}".encode()) % 16
+    return "held out" if bucket == 0 else "warm start" if bucket < 8 else "training"
+
+
+def addition(rng: np.random.Generator, digits: int, belongs: str) -> tuple[int, int]:
+    """Two numbers of so many digits, uniform among the pairs that belong to this part."""
+    while True:
+        a, b = (int(n) for n in rng.integers(10 ** (digits - 1), 10**digits, 2))
+        if part(a, b) == belongs:
+            return a, b
+
+
+def worked(a: int, b: int) -> str:
+    """The sum with its working, then the result: column by column from the right, the two digits and their sum with
+    the carry from the column before.
+
+    >>> worked(587, 946)
+    '(7613,8413,5915)1533'
+    """
+    columns, carry = [], 0
+    for k in range(max(len(str(a)), len(str(b)))):
+        x, y = a // 10**k % 10, b // 10**k % 10
+        columns.append(f"{x}{y}{x + y + carry:02d}")
+        carry = (x + y + carry) // 10
+    return f"({','.join(columns)}){a + b}"
+
+
+def arithmetic(cfg: Config) -> Task:
+    """Additions of two numbers of --digits digits, judged by what stands after the working, if there is any."""
+    if not 1 <= cfg.digits <= 12:
+        raise Refused(f"--digits {cfg.digits}: 1 to 12; the tiny model has room for 256 tokens")
+
+    def problem(a: int, b: int) -> Problem:
+        return Problem(f"{a}+{b}=", str(a + b), {"after": ")"})
+
+    verifier = reward.REWARDS[cfg.reward or "exact"]
+
+    def judged(prompt: str, completion: str, *rest: Any, **row: Any) -> float:
+        log("worked", "(" in completion)  # a number of this task's own, beside the reward
+        return verifier(prompt, completion, *rest, **row)
+
+    rng, held_out = np.random.default_rng(0), {}
+    for _ in range(100 * cfg.eval_problems):  # a one-digit table has fewer than asked for
+        held_out[addition(rng, cfg.digits, "held out")] = None
+        if len(held_out) == cfg.eval_problems:
+            break
+    return Task(
+        says=f"additions of two {cfg.digits}-digit numbers, judged exactly",
+        train=lambda number: problem(*addition(np.random.default_rng((cfg.seed, 1, number)), cfg.digits, "training")),
+        held_out=[problem(a, b) for a, b in held_out],
+        reward=judged,
+        suffix=cfg.prompt_suffix or "",
+        answered=lambda p: worked(*map(int, p.prompt[:-1].split("+"))),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def from_file(cfg: Config) -> Task:
+    """GSM8K or any JSONL. Every epoch has its own order; the held-out rows are the same for every seed."""
+    verifier = cfg.reward or ("number" if cfg.task == "gsm8k" else "exact")
+    suffix = "\nThink step by step. End with a line '#### ' and the number." if cfg.task == "gsm8k" else ""
+    rows, dropped = usable(read(cfg.data, cfg.task), verifier)
+    if cfg.eval_data:
+        held_out, _ = usable(read(cfg.eval_data, cfg.task), verifier)
+        held_out, train = held_out[: cfg.eval_problems], rows
+    else:
+        order = np.random.default_rng(0).permutation(len(rows))
+        n = min(cfg.eval_problems, max(1, len(rows) // 10))
+        held_out, train = [rows[i] for i in order[:n]], [rows[i] for i in order[n:]]
+    if not train or not held_out:
+        raise Refused(f"--data {cfg.data}: {len(rows)} usable rows ({dropped} dropped: answer unreadable for "
+                      f"'{verifier}'); at least 2 are needed, one to train on and one to hold out")
+
+    @lru_cache(maxsize=2)
+    def epoch(n: int) -> np.ndarray:
+        return np.random.default_rng((cfg.seed, 2, n)).permutation(len(train))
+
+    return Task(
+        says=f"{cfg.data}: {len(train)} problems to train on, {len(held_out)} held out, {dropped} dropped "
+             f"(answer unreadable for '{verifier}')",
+        train=lambda number: train[epoch(number // len(train))[number % len(train)]],
+        held_out=held_out,
+        reward=reward.REWARDS[verifier],
+        suffix=suffix if cfg.prompt_suffix is None else cfg.prompt_suffix,
+        answered=lambda p: f"So it is.\n#### {p.answer.rsplit('####')[-1].strip()}" if verifier == "number"
+                           else p.row.get("after", "") + p.answer,
+        problems=(*train, *held_out),
+    )  # fmt: skip
+
+
+def usable(problems: list[Problem], verifier: str) -> tuple[list[Problem], int]:
+    """The problems whose answer the verifier can read, and how many it cannot."""
+    good = [p for p in problems if reward.gold(verifier, p.answer)]
+    return good, len(problems) - len(good)
+
+
+def read(path: str, task: str) -> list[Problem]:
+    """The problems of a file, one JSON object a line. Raises Refused with the line's number."""
+    ask = "question" if task == "gsm8k" else "prompt"
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"--data {path}: cannot be read ({error})") from None
+    problems = []
+    for i, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise Refused(f"{path}, line {i}: not JSON ({error.msg} at column {error.colno})") from None
+        if not isinstance(row, dict) or ask not in row or "answer" not in row:
+            raise Refused(f"{path}, line {i}: needs an object with \"{ask}\" and \"answer\"")
+        asked = row[ask]
+        chat = isinstance(asked, list) and asked and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in asked)
+        if not (isinstance(asked, str) and asked) and not chat:
+            raise Refused(f"{path}, line {i}: \"{ask}\" is neither text nor a list of messages with role and content")
+        if not isinstance(row["answer"], (str, int, float)) or isinstance(row["answer"], bool):
+            raise Refused(f"{path}, line {i}: \"answer\" is neither text nor a number")
+        rest = {k: v for k, v in row.items() if k != ask and k not in POSITIONAL}
+        problems.append(Problem(asked, str(row["answer"]), rest))
+    return problems
+
+
+# ------------------------------------------------------------------------------------------------ rendering
+
+
+def render(problem: Problem, tokenizer: Any, system: str | None, suffix: str) -> tuple[str, tuple[int, ...]]:
+    """The text and the token ids that the model gets: through its chat template where it has one.
+
+    The template writes all special tokens itself, so none are added again (a second BOS costs accuracy in silence).
+    Raises Refused where chat messages or a system prompt meet a model without a template.
+    """
+    if tokenizer.chat_template is None:
+        if system is not None or not isinstance(problem.prompt, str):
+            raise Refused("--system-prompt and chat messages need a model with a chat template; this one has none")
+        text = problem.prompt + suffix
+        return text, tuple(tokenizer(text).input_ids)
+    messages = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else list(problem.prompt)
+    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + suffix}
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *(m for m in messages if m["role"] != "system")]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return text, tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def make_prompt(problem: Problem, number: int, tokenizer: Any, cfg: Config, task: Task) -> Prompt:
+    """The problem as prompt `number` of the run."""
+    text, ids = render(problem, tokenizer, cfg.system_prompt, task.suffix)
+    return Prompt(number=number, ids=ids, text=text, answer=problem.answer, row=problem.row)
+
+
+def check_lengths(task: Task, tokenizer: Any, cfg: Config, room: int) -> None:
+    """Raise Refused for the first problem whose prompt and answer together exceed the model's `room` of tokens.
+
+    No tokenizer here makes more tokens than a text has bytes, so only long texts are encoded to find out.
+    """
+    for problem in (task.train(0), *task.problems, *task.held_out):
+        if len(str(problem.prompt).encode()) + 256 + cfg.max_new_tokens <= room and problem is not task.held_out[0]:
+            continue
+        length = len(render(problem, tokenizer, cfg.system_prompt, task.suffix)[1])
+        if length + cfg.max_new_tokens > room:
+            raise Refused(f"--max-new-tokens {cfg.max_new_tokens}: the model has room for {room} tokens and the prompt "
+                          f"{str(problem.prompt)[:40]!r} takes {length}; lower it, or drop that row")
