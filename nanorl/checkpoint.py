@@ -14,21 +14,67 @@ learning rate and other settings of the optimizer (the run's configuration says 
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from nanorl.config import Refused
+from nanorl.algorithms import Axes
+from nanorl.config import Config, Refused, command
 
 WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+def new_folder(cfg: Config, name: str) -> Path:
+    """A folder for a new run: --out, or the first free runs/NAME-TASK-N. Raises Refused if --out holds something."""
+    if cfg.out:
+        folder = Path(cfg.out)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise Refused(f"--out {folder}: there is something in it; go on with --resume {folder}, or choose another name")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    number = 1
+    while True:
+        folder = Path("runs") / f"{name}-{cfg.task}-{number}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def locked(folder: Path) -> TextIO:
+    """The open lock of a run's folder; it falls with the process. Raises Refused while another process has it."""
+    handle = open(folder / ".lock", "w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise Refused(f"{folder}: another process is training there; wait for it, or choose another --out") from None
+    return handle
+
+
+def write_settings(folder: Path, script: str, name: str, cfg: Config, axes: Axes) -> None:
+    """config.json: all settings, the command and the versions; a resumed run writes its own over it."""
+    job = dataclasses.asdict(dataclasses.replace(cfg, resume=None, out=str(folder)))
+    saved = {"algorithm": name, "config": job, "axes": dataclasses.asdict(axes),
+             "command": command(script, name, cfg, axes),
+             "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                          "transformers": transformers.__version__, "threads": torch.get_num_threads()}}  # fmt: skip
+    temporary = folder / ".config.json"
+    temporary.write_text(json.dumps(saved, indent=1) + "\n")
+    os.replace(temporary, folder / "config.json")
 
 
 def save(run: Path, step: int, model, tokenizer, optimizer, state: dict, score: float | None, keep: int = 3) -> Path:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from math import comb
 from typing import Any
 
-from nanorl.rollout import EVALUATE, Engine, Sampling, Score, group
+from nanorl.engine import Engine, Sampling
+from nanorl.rollout import EVALUATE, Score, group
 from nanorl.sample import Group, Prompt
 
 

@@ -9,7 +9,7 @@ tensor of logits (a gigabyte at a vocabulary of 150,000 and 2,000 tokens) never 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch

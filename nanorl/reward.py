@@ -56,8 +56,7 @@ NUMBER = re.compile(  # 1,234.50   -3   .5   3/4   2 1/2   28%; digits that belo
 LEFT = re.compile(r"(?:[-+^/*√_{}\\×÷·±|]|[+^/*√×÷·±] |[0-9] |[0-9)}=%] ?- |[0-9]:|\\[A-Za-z]{1,12} ?"
                   r"|\b(?:or|minus|negative|not|than) )$", re.IGNORECASE)  # fmt: skip
 RIGHT = re.compile(r"(?![mgshL]\b)[A-Za-z](?![A-Za-z])|[A-Za-z]{1,9}[0-9]|[_²³½¼¾⅓⅔]|[.,:/-]?[0-9]"
-                   r"| ?[\^*/+×÷·±√π\\{]| [xyz]\b"
-                   r"|[ -]?(?i:dozen|hundred|thousand|million|billion|trillion|pi|or|and a half)\b")
+                   r"| ?[\^*/+×÷·±√π\\{]| [xyz]\b|[ -]?(?:pi|or|and a half)\b")
 # Around the one number of a short answer words may stand, an = before it, but no algebra: 5 m, not 5 x.
 LEAD = re.compile(r"[0-9\\^_*/!<>()\[\]{}|+±×÷√-]")
 TAIL = re.compile(r"^!|[0-9\\^*+/<>{}|=±×÷√²³½¼¾⅓⅔π∞]|\bor\b"
@@ -87,8 +86,8 @@ def number(prompt: str, completion: str, prompt_ids: Sequence[int], completion_i
     The completion's number is, in this order, what follows the last `####`, what the last \boxed{} holds, or the last
     number in the text. Text behind it changes nothing, but a sentence after `####` or a box with a second number or
     an "or" is a hedge and earns 0, as an unfinished last box does. Signs, thousands separators, fractions and mixed
-    numbers are read; currency and units are ignored, and so is a percent sign (28% is 28, not 0.28). The answer
-    (gold) is read by the same rules, but has to be one number in all, for no number may be picked out of it.
+    numbers are read; currency and units are ignored (7 dozen is 7), and so is a percent sign (28% is not 0.28).
+    The answer (gold) is read by the same rules, but has to be one number in all, for no number may be picked out of it.
 
     >>> number("", r"So it is \boxed{$9{,}500}.", (), (), "He earns 19*500=9500 #### 9,500.00")
     1.0
@@ -118,7 +117,7 @@ def value(text: str, bare: bool = False) -> Fraction | None:
 
 
 def last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last match, found from the left, as a reader finds it."""
+    """The last match, searched from the left, so that the matches before it are whole."""
     found = None
     for found in pattern.finditer(text):
         pass

@@ -5,12 +5,8 @@ Everything that `train_grpo.py` needs beside the loop itself stands here, so tha
 
 from __future__ import annotations
 
-import dataclasses
-import fcntl
 import json
 import math
-import os
-import platform
 import shutil
 import signal
 import sys
@@ -19,12 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 
-from nanorl import algorithms, checkpoint, config, evaluate, optimize, policy, reward, rollout, tasks, tiny
+from nanorl import algorithms, checkpoint, config, engine, evaluate, optimize, policy, reward, rollout, tasks, tiny
 from nanorl.buffer import Buffer
 from nanorl.config import Config, Refused
 from nanorl.monitor import Monitor, average, step_metrics, text_progress
@@ -96,7 +90,7 @@ class Run:
         room = model.config.get_text_config().max_position_embeddings
         tasks.check_lengths(self.task, self.tokenizer, cfg, room)
         policy.check_scores(self.policy, torch.tensor([self.prompt(0).ids + (min(self.end),)], device=self.device))
-        self.engine = rollout.LocalEngine(self.policy, self.tokenizer)
+        self.engine = engine.LocalEngine(self.policy, self.tokenizer)
         self.score = partial(reward.score, self.task.reward)
 
     def warm_start(self) -> str:
@@ -107,18 +101,18 @@ class Run:
         """Prompt `number` of the run."""
         return tasks.make_prompt(self.task.train(number), number, self.tokenizer, self.cfg, self.task)
 
-    def sampling(self) -> rollout.Sampling:
+    def sampling(self) -> engine.Sampling:
         """How training samples; evaluation too, but for its stream of random numbers."""
         key = (self.cfg.seed, rollout.TRAIN)
-        return rollout.Sampling(self.cfg.max_new_tokens, self.cfg.temperature, self.end, self.cfg.stop, key)
+        return engine.Sampling(self.cfg.max_new_tokens, self.cfg.temperature, self.end, self.cfg.stop, key)
 
     def open(self) -> None:
         """Make or reopen the folder, restore the last checkpoint, start the thread that samples. Raises Refused."""
         cfg = self.cfg
         self.optimizer = optimize.adamw(self.policy, cfg)
         if self.folder is None:
-            self.folder = new_folder(cfg, self.name)
-        self.lock = locked(self.folder)
+            self.folder = checkpoint.new_folder(cfg, self.name)
+        self.lock = checkpoint.locked(self.folder)
         if shutil.disk_usage(self.folder).free < 5 * checkpoint.need(self.policy.model) + (64 << 20):
             raise Refused(f"--out {self.folder}: the checkpoints kept need about "
                           f"{5 * checkpoint.need(self.policy.model) / 1e9:.1f} GB there; free some, or choose another disk")
@@ -127,7 +121,7 @@ class Run:
             self.step, self.evaluation, self.before = state["step"], state["evaluation"], state["before"]
             if self.step >= cfg.steps:
                 raise Refused(f"--resume {cfg.resume}: that run is done ({self.step} steps); add --steps {2 * self.step}")
-        write_settings(self.folder, self.script, self.name, cfg, self.algo.axes)
+        checkpoint.write_settings(self.folder, self.script, self.name, cfg, self.algo.axes)
         self.ref = None
         if "logp_ref" in self.needs:  # the start weights, also after a resume
             self.ref = policy.Policy(policy.load(str(self.start), self.device)[0], cfg.temperature, self.policy.dtype)
@@ -213,7 +207,7 @@ class Run:
 
     def finish(self) -> None:
         """Evaluate once more; say what the run reached, where everything lies, what to try next (and in summary.json)."""
-        results, before = self.evaluate(self.cfg.eval_samples), self.before
+        results, before = self.evaluate(self.cfg.eval_samples) if self.cfg.eval_every else {}, self.before
         summary = {"steps": self.step, "seconds": time.monotonic() - self.began, "before": before, "after": results,
                    "command": config.command(self.script, self.name, self.cfg, self.algo.axes)}  # fmt: skip
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -259,46 +253,6 @@ def started(script: str, name: str, cfg: Config, axes: algorithms.Axes) -> Itera
             yield run
         finally:
             run.close()
-
-
-def new_folder(cfg: Config, name: str) -> Path:
-    """A folder for a new run: --out, or the first free runs/NAME-TASK-N. Raises Refused if --out holds something."""
-    if cfg.out:
-        folder = Path(cfg.out)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise Refused(f"--out {folder}: there is something in it; go on with --resume {folder}, or choose another name")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    number = 1
-    while True:
-        folder = Path("runs") / f"{name}-{cfg.task}-{number}"
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
-
-
-def locked(folder: Path) -> Any:
-    """The open lock of a run's folder; it falls with the process. Raises Refused while another process has it."""
-    handle = open(folder / ".lock", "w")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise Refused(f"{folder}: another process is training there; wait for it, or choose another --out") from None
-    return handle
-
-
-def write_settings(folder: Path, script: str, name: str, cfg: Config, axes: algorithms.Axes) -> None:
-    """config.json: all settings, the command and the versions; a resumed run writes its own over it."""
-    job = dataclasses.asdict(dataclasses.replace(cfg, resume=None, out=str(folder)))
-    saved = {"algorithm": name, "config": job, "axes": dataclasses.asdict(axes),
-             "command": config.command(script, name, cfg, axes),
-             "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                          "transformers": transformers.__version__, "threads": torch.get_num_threads()}}  # fmt: skip
-    temporary = folder / ".config.json"
-    temporary.write_text(json.dumps(saved, indent=1) + "\n")
-    os.replace(temporary, folder / "config.json")
 
 
 def dry_run(run: Run) -> None:

@@ -100,7 +100,7 @@ def test_length_of_the_text_behind_changes_nothing(tail):
     ("5 m²", "5"), ("2 + 2 = **4**", "4"), ("* 42", "42"), ("48/2 = 24", "24"), ("at $5/hour", "5"),
     ("Step 2: 42", "42"), ("1. 42", "42"), ("Answer - 42", "42"), ("答案是42元。", "42"),
     ("#### 42 I think, that's it", "42"), ("#### 42!", "42"), ("#### \n42", "42"), ("x = .5", "1/2"),
-    ("takes 2  1/2 hours", "5/2"),
+    ("takes 2  1/2 hours", "5/2"), ("that is 7 dozen eggs", "7"),
 ])  # fmt: skip
 def test_right_answers_as_models_write_them(completion, answer):
     assert paid(completion, answer) == 1.0
@@ -109,9 +109,9 @@ def test_right_answers_as_models_write_them(completion, answer):
 # ---- number: what must never be paid
 
 HEDGES = [r"\boxed{3 or 4}", r"\boxed{3, 4}", r"\boxed{3,4}", r"\boxed{3 \text{ or } 4}", r"\boxed{(3, 4)}",
-          r"\boxed{x=3, y=4}", "#### 3 or 4", "#### 3, 4", "#### 3/4 or 3 or 4", "#### 4 or maybe 3", "#### 3 apples or four", "<answer>3 or 4</answer>",
-          "3 apples or 4", "It is 4 or so", r"\boxed{3:4}", r"\boxed{3-4}", r"\boxed{3}{4} \boxed{3 4}",
-          r"\boxed{\frac{3}{4} 3}"]  # fmt: skip
+          r"\boxed{x=3, y=4}", "#### 3 or 4", "#### 3, 4", "#### 3/4 or 3 or 4", "#### 4 or maybe 3",
+          "#### 3 apples or four", "<answer>3 or 4</answer>", "3 apples or 4", "It is 4 or so", r"\boxed{3:4}",
+          r"\boxed{3-4}", r"\boxed{3}{4} \boxed{3 4}", r"\boxed{\frac{3}{4} 3}"]  # fmt: skip
 
 
 @pytest.mark.parametrize("hedge", HEDGES)
@@ -130,7 +130,7 @@ def test_a_hedge_is_paid_for_no_answer(hedge):
     ("less than 3", "3"), ("not 3", "3"), ("it is 52 - 10", "10"), ("it is 52-10", "10"), ("52 -10", "-10"),
     ("6*7", "7"), ("6 * 7", "7"), ("6 × 7", "7"), ("2^10", "10"), ("2**10", "10"), ("10^{10^{10}}", "10"),
     ("at 3:30", "30"), ("3.1.2", "3.1"), ("1,2345", "1"), ("1,2,3", "3"), ("100 000", "0"), ("12x15", "12"),
-    ("1/0", "0"), ("1/0", "1"), ("3 million", "3"), ("2 dozen", "2"), ("2 and a half", "2"), (r"\frac{1}{2}3", "3"),
+    ("1/0", "0"), ("1/0", "1"), ("2 and a half", "2"), (r"\frac{1}{2}3", "3"),
     ("1/2/3", "3"), (r"\frac{1}{-2}", "2"), ("I don't know.", "0"), ("", "0"), (r"It comes \boxed later", "5"),
     (r"\boxed{}", "0"), (r"\boxed{eight}", "8"), ("28%", "0.28"), ("0.333", "1/3"), ("#### -3", "3"),
     ("#### 3", "-3"), (r"\boxed{\frac{2}{7}}", "3/7"), (r"It is \boxed{x = 12", "12"), (r"12 \boxed{", "12"),
@@ -170,7 +170,8 @@ def test_a_text_that_can_be_a_gold_agrees_with_itself_and_no_other_is_paid(text)
 
 
 @pytest.mark.parametrize("unit", ["9", "(", "{", " ", ",000", "1,", "1.", "1/", "1 ", "*", "#", "#### ", "<a", "-",
-                                  "a-", "\n", "$", "\\", "^", "10^{", r"\boxed{", r"\text{", r"\frac{1", "9 1/", "ab^", "+ ", "1 or "])  # fmt: skip
+                                  "a-", "\n", "$", "\\", "^", "10^{", r"\boxed{", r"\text{", r"\frac{1",
+                                  "9 1/", "ab^", "+ ", "1 or "])  # fmt: skip
 def test_long_repetitions_end(unit):
     """Work that grew with the square of the length would take minutes here."""
     long = unit * (100_000 // len(unit))
