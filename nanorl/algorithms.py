@@ -70,6 +70,10 @@ class Algorithm:
         prox = {"logp_prox"} if self.has_ratio and cfg.updates_per_batch * cfg.epochs_per_batch > 1 else set()
         return frozenset(prox | ({"logp_ref"} if axes.kl_weight else set()))
 
+    def limit(self, cfg: Config) -> int:
+        """The constant length L of the aggregations that divide by one."""
+        return self.axes.length_limit or cfg.max_new_tokens
+
     def refuse(self, cfg: Config, axes: Axes, refused: type[Exception]) -> None:
         """Raise `refused` for settings under which this row has nothing to learn from or no meaning."""
         if self.group_baseline and cfg.samples_per_prompt == 1:
@@ -83,8 +87,8 @@ class Algorithm:
                 raise refused(f"{flag} {value}: must be 0 or more and finite")
         if axes.eps_low >= 1:
             raise refused(f"--eps-low {axes.eps_low}: a ratio is never negative; use less than 1")
-        if axes.std_eps <= 0:
-            raise refused(f"--std-eps {axes.std_eps}: must be above 0")
+        if not 0 < axes.std_eps < float("inf"):
+            raise refused(f"--std-eps {axes.std_eps}: must be above 0 and finite")
         if axes.length_limit is not None and axes.length_limit < 1:
             raise refused(f"--length-limit {axes.length_limit}: must be at least 1")
 

@@ -73,8 +73,8 @@ class Buffer:
                     quiet, finished = time.monotonic(), len(self.done)
                 if time.monotonic() - quiet > timeout:
                     missing = [n for n in range(first, last) if n not in self.done]
-                    raise TimeoutError(f"waited {timeout:.0f} s for {len(missing)} of {self.P} groups (prompts {missing[:5]} …) "
-                                       "and none finished; the engine or a reward is stuck")
+                    raise TimeoutError(f"waited {timeout:.0f} s for {len(missing)} of {self.P} groups (prompts "
+                                       f"{missing[:5]} …) and none finished; the engine or a reward is stuck")
                 self.changed.wait(timeout=0.2)
             groups = [self.done.pop(n) for n in range(first, last)]
         for group in groups:

@@ -42,7 +42,7 @@ def new_folder(cfg: Config, name: str) -> Path:
     if cfg.out:
         folder = Path(cfg.out)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise Refused(f"--out {folder}: there is something in it; go on with --resume {folder}, or choose another name")
+            raise Refused(f"--out {folder}: in use; go on with --resume {folder}, or choose another name")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
     number = 1

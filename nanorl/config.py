@@ -12,6 +12,7 @@ import json
 import shlex
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -130,15 +131,17 @@ class Whole(Config):
 
 FOREIGN = {  # names that people bring from AReaL and TRL
     "kl-ctl": "--kl-weight", "beta": "--kl-weight", "kl-coef": "--kl-weight", "init-kl-coef": "--kl-weight",
-    "num-generations": "--samples-per-prompt", "n-samples": "--samples-per-prompt", "group-size": "--samples-per-prompt",
-    "max-completion-length": "--max-new-tokens", "learning-rate": "--lr", "lr-scheduler-type": "--lr-schedule",
+    "num-generations": "--samples-per-prompt", "n-samples": "--samples-per-prompt", "learning-rate": "--lr",
+    "group-size": "--samples-per-prompt", "max-completion-length": "--max-new-tokens", "max-steps": "--steps",
     "per-device-train-batch-size": "--tokens-per-micro-batch", "max-tokens-per-mb": "--tokens-per-micro-batch",
     "gradient-accumulation-steps": "--tokens-per-micro-batch", "train-batch-size": "--prompts-per-step",
-    "batch-size": "--prompts-per-step", "num-iterations": "--epochs-per-batch", "ppo-n-minibatches": "--updates-per-batch",
-    "epsilon": "--eps-low", "eps-clip": "--eps-low", "epsilon-high": "--eps-high", "eps-clip-higher": "--eps-high",
-    "loss-type": "--aggregation", "max-steps": "--steps", "total-train-steps": "--steps", "gradient-clipping": "--max-grad-norm",
-    "output-dir": "--out", "resume-from-checkpoint": "--resume", "model-name-or-path": "--model", "save-steps": "--save-every",
-    "eval-steps": "--eval-every", "warmup-ratio": "--warmup-steps", "reward-funcs": "--reward", "dataset-name": "--data",
+    "batch-size": "--prompts-per-step", "num-iterations": "--epochs-per-batch", "epsilon": "--eps-low",
+    "ppo-n-minibatches": "--updates-per-batch", "eps-clip": "--eps-low", "epsilon-high": "--eps-high",
+    "eps-clip-higher": "--eps-high", "loss-type": "--aggregation", "total-train-steps": "--steps",
+    "gradient-clipping": "--max-grad-norm", "output-dir": "--out", "resume-from-checkpoint": "--resume",
+    "model-name-or-path": "--model", "save-steps": "--save-every", "eval-steps": "--eval-every",
+    "warmup-ratio": "--warmup-steps", "lr-scheduler-type": "--lr-schedule", "reward-funcs": "--reward",
+    "dataset-name": "--data",
 }  # fmt: skip
 
 
@@ -168,7 +171,8 @@ def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axe
         if named and name != saved["algorithm"]:
             raise Refused(f"--resume {folder}: that run is {saved['algorithm']}, not {name}; start a new run instead")
         name = saved["algorithm"]
-        default = Whole(**{k: tuple(v) if k == "stop" else v for k, v in saved["config"].items()}, axes=Axes(**saved["axes"]))
+        job = saved["config"] | {"stop": tuple(saved["config"]["stop"])}  # JSON has no tuples
+        default = Whole(**job, axes=Axes(**saved["axes"]))
     whole = tyro.cli(Whole, args=rest, default=default, prog=f"{Path(sys.argv[0]).name} {name}", config=settings,
                      description=ALGORITHMS[name].says)
     job = resolved(Config(**{f.name: getattr(whole, f.name) for f in dataclasses.fields(Config)}))
@@ -269,19 +273,12 @@ def command(script: str, name: str, cfg: Config, axes: Axes) -> str:
 def describe(script: str, name: str, cfg: Config, axes: Axes) -> str:
     """Every setting, the counts that follow from them and the command, as printed at the start of a run."""
     updates = cfg.updates_per_batch * cfg.epochs_per_batch
-    lines = [f"{ALGORITHMS[name].says}"]
-    pairs = [f"{f.name}={getattr(s, f.name)}" for s in (cfg, axes) for f in dataclasses.fields(s)]
-    line = "  "
-    for pair in pairs:
-        if len(line) + len(pair) > 118:
-            lines.append(line)
-            line = "  "
-        line += pair + "  "
-    lines.append(line)
-    lines.append(f"{cfg.samples_per_step} samples = {cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}; "
-                 f"{updates} update{'s' * (updates > 1)} a step; {cfg.steps} steps = {cfg.steps * cfg.samples_per_step:,} samples")
-    lines.append(f"again: {command(script, name, cfg, axes)}")
-    return "\n".join(lines)
+    pairs = [f"{f.name}={getattr(s, f.name)!r}".replace(" ", "\0") for s in (cfg, axes) for f in dataclasses.fields(s)]
+    settings = textwrap.fill("  ".join(pairs), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return (f"{ALGORITHMS[name].says}\n{settings}\n".replace("\0", " ")
+            + f"{cfg.samples_per_step} samples = {cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}; "
+            + f"{updates} update{'s' * (updates > 1)} a step; {cfg.steps} steps\n"
+            + f"again: {command(script, name, cfg, axes)}")
 
 
 def launch(script: str, default_name: str, train: Callable[[Any], None], argv: list[str]) -> int:

@@ -88,7 +88,7 @@ class LocalEngine:
         self.room = policy.model.config.get_text_config().max_position_embeddings
         for layer in DynamicCache(config=policy.model.config).layers:
             if type(layer) is not DynamicLayer:
-                raise Refused(f"--model: its cache has a {type(layer).__name__}; --engine local knows full attention alone")
+                raise Refused(f"--model: --engine local knows no {type(layer).__name__}, only full attention")
         self.waiting: list[Request] = []
         self.rows: list[Request] = []
         self.cache, self.length = None, None  # keys and values [B, heads, S, D] a layer; [B] real tokens of each row
@@ -100,7 +100,7 @@ class LocalEngine:
         if images:
             raise ValueError("the local engine takes no images")
         if not ids or len(ids) + sampling.max_new_tokens > self.room:
-            raise ValueError(f"{len(ids)} prompt tokens + {sampling.max_new_tokens} new ones: the model has room for {self.room}")
+            raise ValueError(f"{len(ids)} prompt tokens + {sampling.max_new_tokens} new, but room for {self.room}")
         loop = asyncio.get_running_loop()
         request = Request(ids, sampling, loop.create_future())
         self.waiting.append(request)

@@ -39,8 +39,9 @@ def powers_of_two(n: int) -> list[int]:
     return [2**i for i in range(n.bit_length()) if 2**i <= n]
 
 
-async def evaluate(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], score: Score, sampling: Sampling, samples: int,
-                   seed: int, progress: Callable[[int], None]) -> tuple[dict[str, float], list[Group]]:  # fmt: skip
+async def evaluate(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], score: Score, sampling: Sampling,
+                   samples: int, seed: int,
+                   progress: Callable[[int], None]) -> tuple[dict[str, float], list[Group]]:  # fmt: skip
     """eval/pass@k for k = 1, 2, 4 … ≤ samples, eval/greedy, answers' mean length and truncated share, and the groups.
 
     A sample passes if its reward is 1 or more. Raises what the engine or a reward raises.

@@ -1,7 +1,7 @@
 """Which way? The loss of every token, and what it counts.
 
-Pure functions of tensors: no model, no settings, no state; any device, any float dtype, and no import (see
-`advantage.py`). Losses are minimised and per token: [B, T] in, [B, T] out, 0 off the mask whatever stands there.
+Pure functions of tensors: no model, no settings, no state; any device, bfloat16, float32 or float64, and no import
+(see `advantage.py`). Losses are minimised and per token: [B, T] in, [B, T] out, 0 off the mask whatever stands there.
 How they are added up is a step of its own, `weights`: loss = Σ weight · per_token.
 
     r = π_θ/π_prox: ratio of the policy that has the gradient to the trainer's at the start of the step;
@@ -22,12 +22,14 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum",
 def log_ratio(logp: Tensor, logp_old: Tensor, mask: Tensor, bound: float = 20.0) -> Tensor:
     """[B, T] log r = log π_θ − log π_old, 0 off the mask, held within ±bound so that exp stays finite.
 
+    Beyond the bound (r > 4.8e8) the value stays and the gradient is 0: such a token tells of a fault, not of a direction.
+
     Selected before any arithmetic: a NaN or ∞ off the mask reaches neither the value nor the gradient.
     """
     return (logp.where(mask, 0.0) - logp_old.where(mask, 0.0)).clamp(-bound, bound)
 
 
-def clipped(logp: Tensor, logp_prox: Tensor, adv: Tensor, mask: Tensor, eps_low: float = 0.2, eps_high: float = 0.2) -> Tensor:
+def clipped(logp: Tensor, logp_prox: Tensor, adv: Tensor, mask: Tensor, eps_low: float, eps_high: float) -> Tensor:
     """[B, T] PPO's clipped surrogate, −min(r·Â, clip(r, 1−ε_low, 1+ε_high)·Â) (arXiv 1707.06347, eq. 7).
 
     ω = r, and 0 where Â > 0 and r > 1+ε_high, or Â < 0 and r < 1−ε_low: nothing pulls a token further than its
@@ -69,7 +71,8 @@ def kl(logp: Tensor, logp_ref: Tensor, mask: Tensor, estimator: str = "k3") -> T
 def weights(mode: str, mask: Tensor, group: Tensor, length_limit: int) -> Tensor:
     """[B, T] What each token's loss counts in an update of B rows: loss = Σ weight·ℓ, whatever the split.
 
-    m the mask (bool, or 0 and 1 in the float dtype that the weights shall have), n_i = Σ_t m_it, N = Σ_i n_i; B and P count the rows and prompts that have a token in the mask.
+    m the mask (bool, or 0 and 1 in the float dtype that the weights shall have), n_i = Σ_t m_it, N = Σ_i n_i; B and P
+    count the rows and prompts that have a token in the mask.
 
         token-mean               1/N            every token alike: DAPO, verl
         token-sum                1

@@ -18,7 +18,7 @@ def adamw(policy: Policy, cfg: Config) -> torch.optim.AdamW:
     trained = [p for p in policy.model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if p.dim() >= 2], "weight_decay": cfg.weight_decay},
               {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.999), eps=1e-8)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=1e-8)
 
 
 def learning_rate(step: int, cfg: Config) -> float:

@@ -72,7 +72,8 @@ class Policy(nn.Module):
 
 
 @torch.no_grad()
-def measure(batch: Batch, policy: Policy, ref: Policy | None, needs: frozenset[str], later: list[Tensor], tokens: int) -> Batch:
+def measure(batch: Batch, policy: Policy, ref: Policy | None, needs: frozenset[str], later: list[Tensor],
+            tokens: int) -> Batch:  # fmt: skip
     """The batch with what the algorithm needs beforehand, computed without gradient; no needs, no pass.
 
     logp_prox is measured for the rows of `later` updates alone: in the first one the policy itself is π_prox. The

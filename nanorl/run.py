@@ -69,7 +69,7 @@ class Run:
         self.script, self.name, self.cfg = Path(script).name, name, cfg
         self.algo = algorithms.chosen(name, axes)
         self.needs = self.algo.needs(cfg, axes)
-        self.limit = axes.length_limit or cfg.max_new_tokens
+        self.limit = self.algo.limit(cfg)
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
         self.folder, self.lock = Path(cfg.resume) if cfg.resume else None, None
         self.last = checkpoint.latest(self.folder) if cfg.resume else None
@@ -113,9 +113,9 @@ class Run:
         if self.folder is None:
             self.folder = checkpoint.new_folder(cfg, self.name)
         self.lock = checkpoint.locked(self.folder)
-        if shutil.disk_usage(self.folder).free < 5 * checkpoint.need(self.policy.model) + (64 << 20):
-            raise Refused(f"--out {self.folder}: the checkpoints kept need about "
-                          f"{5 * checkpoint.need(self.policy.model) / 1e9:.1f} GB there; free some, or choose another disk")
+        space = 5 * checkpoint.need(self.policy.model) + (64 << 20)  # 3 last, the best, the one being written; the logs
+        if shutil.disk_usage(self.folder).free < space:
+            raise Refused(f"--out {self.folder}: a run needs about {space / 1e9:.1f} GB there; choose another disk")
         if self.last is not None:
             state = checkpoint.restore(self.last, self.policy.model, self.optimizer)
             self.step, self.evaluation, self.before = state["step"], state["evaluation"], state["before"]
@@ -157,13 +157,14 @@ class Run:
         prompts = [tasks.make_prompt(p, i, self.tokenizer, self.cfg, self.task) for i, p in enumerate(self.task.held_out)]
         total, started = len(prompts) * (samples + 1), time.monotonic()
         progress = partial(text_progress, "evaluate", total=total, started=started)
-        question = evaluate.evaluate(self.engine, self.tokenizer, prompts, self.score, self.sampling(), samples, self.cfg.seed,
-                                     lambda done: progress(done=done))  # fmt: skip
+        question = evaluate.evaluate(self.engine, self.tokenizer, prompts, self.score, self.sampling(), samples,
+                                     self.cfg.seed, lambda done: progress(done=done))  # fmt: skip
         results, groups = self.rollout.call(question, (lambda: False) if within_step else self.stop)
         own = average(note for g in groups for s in g.samples for note in s.notes)
         return results | {f"eval/{name}": value for name, value in own.items()}
 
-    def record(self, groups: list[Group], batch: Batch, trained: torch.Tensor, loss: float, lr: float, norms: list[float]) -> None:
+    def record(self, groups: list[Group], batch: Batch, trained: torch.Tensor, loss: float, lr: float,
+               norms: list[float]) -> None:  # fmt: skip
         """After a step: publish its weights, measure, evaluate and save where that is due, admit the next groups.
 
         trained [B, T] holds the log-probs as they were when they were trained; norms are the gradient's, one an update.
@@ -258,18 +259,21 @@ def started(script: str, name: str, cfg: Config, axes: algorithms.Axes) -> Itera
 def dry_run(run: Run) -> None:
     """Show one prompt as the model gets it and what memory the run takes, by arithmetic alone."""
     prompt, cfg, text = run.prompt(0), run.cfg, run.policy.model.config.get_text_config()
-    print(f"prompt 0, as the model gets it ({len(prompt.ids)} tokens), answer {prompt.answer!r}:\n{prompt.text}\n{'-' * 40}")
+    print(f"prompt 0, as the model gets it, {len(prompt.ids)} tokens:\n{prompt.text}\n{'-' * 8}")
+    print(f"answer {prompt.answer!r}")
     weights = sum(p.numel() for p in run.policy.model.parameters())
     heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    rows = min(cfg.samples_per_step, run.engine.max_rows)
+    cached = min(cfg.samples_per_step, run.engine.max_rows) * (len(prompt.ids) + cfg.max_new_tokens)  # tokens
     parts = {
         "weights, gradients, Adam (float32)": 16 * weights,
         "reference": 4 * weights * ("logp_ref" in run.needs),
-        "keys and values while sampling": rows * (len(prompt.ids) + cfg.max_new_tokens) * text.num_hidden_layers * heads * width * 8,
+        "keys and values while sampling": cached * text.num_hidden_layers * heads * width * 8,
         "activations of a micro-batch": cfg.tokens_per_micro_batch * text.num_hidden_layers * text.hidden_size * 80,
         "logits of a chunk": 4 * 4 * policy.CHUNK,
     }
     for what, size in parts.items():
         print(f"  {what:36} about {size / 1e9:8.2f} GB")
-    print(f"  {'together':36} about {sum(parts.values()) / 1e9:8.2f} GB; a checkpoint {checkpoint.need(run.policy.model) / 1e9:.2f} GB")
+    parts = {"together": sum(parts.values()), "on disk, a checkpoint": checkpoint.need(run.policy.model)}
+    for what, size in parts.items():
+        print(f"  {what:36} about {size / 1e9:8.2f} GB")

@@ -61,6 +61,10 @@ class Sample:
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.mask) == len(self.logp_behave) == len(self.version):
             raise ValueError("ids, mask, logp_behave and version of a sample differ in length")
+        if not self.ids:
+            raise ValueError("a sample has at least one token")
+        if any(not 0 <= position < len(self.ids) for position, _ in self.rewards):
+            raise ValueError("a reward of a sample stands outside of its tokens")
         if self.mask[0] or any(m != (v >= 0) for m, v in zip(self.mask, self.version)):
             raise ValueError("a version belongs to each sampled token and to no other; the first token is never sampled")
         if self.finish not in FINISH:
@@ -93,7 +97,7 @@ class Batch:
     mask: Tensor  # [B, T] bool: sampled by the policy
     logp_behave: Tensor  # [B, T] the engine's, while sampling, at the sampling temperature; 0 off the mask
     version: Tensor  # [B, T] int64, −1 off the mask
-    rewards: Tensor  # [B, T] each reward at the position that earned it
+    rewards: Tensor  # [B, T] each reward at the position that earned it; 0 elsewhere, padding included
     length: Tensor  # [B] tokens before the padding
     group: Tensor  # [B] id of the group: rows with one id share a prompt, wherever they stand
     finish: Tensor  # [B] index into FINISH
@@ -155,7 +159,7 @@ class Batch:
         Rows without weight are left out (their gradient is zero and the others' weights already count them); the
         rest is sorted by length, so that rows of one micro-batch need little padding.
         """
-        rows = torch.arange(len(self)) if self.local_mean else self.weight.ne(0).any(1).nonzero()[:, 0]
+        rows = (self.mask if self.local_mean else self.weight.ne(0)).any(1).nonzero()[:, 0]
         rows = rows[self.length[rows].argsort(descending=True, stable=True)]
         parts = pack(self.length[rows].tolist(), tokens_per_micro_batch)
         for start, stop in parts:

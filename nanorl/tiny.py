@@ -40,7 +40,7 @@ class WarmStart:
 
     digits: int = 3
     seed: int = 0
-    steps: int = 400
+    steps: int = 500
     rows: int = 64
     lr: float = 3e-3
     working: float = 0.5  # share of examples that show their working
@@ -59,9 +59,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def model(seed: int) -> PreTrainedModel:
     """The small transformer with fresh weights: 4 layers, width 128, 4 heads, tied embeddings."""
     config = Qwen3Config(
-        vocab_size=2 + len(CHARACTERS), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True, rope_theta=10_000.0,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        vocab_size=2 + len(CHARACTERS), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=256,
+        tie_word_embeddings=True, rope_theta=10_000.0, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):  # initialisation is the one place that draws from torch's global generator
         torch.manual_seed(seed)

@@ -1,0 +1,40 @@
+"""Would the seconds of reinforcement learning be better spent on more warm start? python notes/benchmarks/more_warm_start.py
+
+Trains the tiny model by supervised learning alone for as many seconds as a whole run of `train_grpo.py` takes (--seconds;
+the steps that fit are measured first, so that the schedule ends where the time does) and evaluates it the same way.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from nanorl import config, engine, evaluate, policy, reward, rollout, tasks, tiny
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--seconds", type=float, default=100, help="the whole time of the run to compare with")
+parser.add_argument("--digits", type=int, default=3)
+parser.add_argument("--seed", type=int, default=0)
+args = parser.parse_args()
+
+if __name__ == "__main__":
+    start = time.monotonic()
+    tiny.train(tiny.WarmStart(args.digits, args.seed, steps=40))
+    steps = int(args.seconds / ((time.monotonic() - start) / 40))
+    start = time.monotonic()
+    net = tiny.train(tiny.WarmStart(args.digits, args.seed, steps=steps))
+    took = time.monotonic() - start
+
+    cfg = config.resolved(config.Config(digits=args.digits, seed=args.seed))
+    task, tokenizer = tasks.load(cfg), tiny.tokenizer()
+    prompts = [tasks.make_prompt(p, i, tokenizer, cfg, task) for i, p in enumerate(task.held_out)]
+    local = engine.LocalEngine(policy.Policy(net), tokenizer)
+    sampling = engine.Sampling(cfg.max_new_tokens, 1.0, policy.end_tokens(net, tokenizer), key=(args.seed, rollout.EVALUATE))
+    score = partial(reward.score, task.reward)
+    results, groups = asyncio.run(evaluate.evaluate(local, tokenizer, prompts, score, sampling, 1, args.seed, lambda done: None))
+    shown = [s for g in groups for s in g.samples if "(" in s.text]
+    print(f"{steps} steps of warm start in {took:.0f} s: pass@1 {results['eval/pass@1']:.3f}, greedy {results['eval/greedy']:.3f}; "
+          f"with working {len(shown) / len(prompts):.2f}, right then {sum(s.reward for s in shown) / max(1, len(shown)):.3f}")
