@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from nanorl import config
 from nanorl.algorithms import credit
+from nanorl.launch import launch
 
 
 def train(run) -> None:
@@ -54,4 +54,4 @@ def train(run) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(config.launch(__file__, "grpo", train, sys.argv[1:]))
+    sys.exit(launch(__file__, "grpo", train, sys.argv[1:]))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -37,22 +38,40 @@ from nanorl.config import Config, Refused, command
 WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
 
+def standing(cfg: Config) -> Path:
+    """Where the run will write: the deepest folder on the way to it that is there already."""
+    path = Path(cfg.resume or cfg.out or "runs").absolute()
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
+def refuse_used(cfg: Config) -> None:
+    """Raise Refused if --out holds something, for two runs in one folder would mix, or cannot be a folder."""
+    there = standing(cfg)
+    if not there.is_dir() or (cfg.out and not cfg.resume and there == Path(cfg.out).absolute() and any(there.iterdir())):
+        raise Refused(f"--out {cfg.out}: in use; go on with --resume {cfg.out}, or choose another name")
+
+
+def refuse_full(cfg: Config, model: nn.Module) -> None:
+    """Raise Refused if the disk has no room for a run: three checkpoints, the best, one being written, the logs."""
+    space, free = 5 * need(model) + (64 << 20), shutil.disk_usage(standing(cfg)).free
+    if free < space:
+        raise Refused(f"--out {cfg.resume or cfg.out or 'runs'}: a run needs about {space / 1e9:.1f} GB there and "
+                      f"{free / 1e9:.1f} are free; choose another disk")
+
+
 def new_folder(cfg: Config, name: str) -> Path:
     """A folder for a new run: --out, or the first free runs/NAME-TASK-N. Raises Refused if --out holds something."""
+    refuse_used(cfg)
     if cfg.out:
-        folder = Path(cfg.out)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise Refused(f"--out {folder}: in use; go on with --resume {folder}, or choose another name")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    number = 1
-    while True:
+        Path(cfg.out).mkdir(parents=True, exist_ok=True)
+        return Path(cfg.out)
+    for number in itertools.count(1):
         folder = Path("runs") / f"{name}-{cfg.task}-{number}"
         try:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
-            number += 1
+            continue
 
 
 def locked(folder: Path) -> TextIO:

@@ -10,14 +10,12 @@ import dataclasses
 import difflib
 import json
 import shlex
-import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 
@@ -167,12 +165,9 @@ def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axe
     default = Whole(axes=ALGORITHMS[name].axes)
     folder = resume_folder(rest)
     if folder is not None:
-        saved = read_saved(folder)
-        if named and name != saved["algorithm"]:
-            raise Refused(f"--resume {folder}: that run is {saved['algorithm']}, not {name}; start a new run instead")
-        name = saved["algorithm"]
-        job = saved["config"] | {"stop": tuple(saved["config"]["stop"])}  # JSON has no tuples
-        default = Whole(**job, axes=Axes(**saved["axes"]))
+        asked, (name, default) = name, read_saved(folder)
+        if named and name != asked:
+            raise Refused(f"--resume {folder}: that run is {name}, not {asked}; start a new run instead")
     whole = tyro.cli(Whole, args=rest, default=default, prog=f"{Path(sys.argv[0]).name} {name}", config=settings,
                      description=ALGORITHMS[name].says)
     job = resolved(Config(**{f.name: getattr(whole, f.name) for f in dataclasses.fields(Config)}))
@@ -196,29 +191,32 @@ def resume_folder(words: list[str]) -> Path | None:
     return None
 
 
-def read_saved(folder: Path) -> dict:
-    """config.json of a run. Raises Refused where there is none."""
+def read_saved(folder: Path) -> tuple[str, Whole]:
+    """The algorithm and the settings in config.json of a run. Raises Refused where there are none."""
     path = folder / "config.json"
     if not path.is_file():
         raise Refused(f"--resume {folder}: no config.json there; name the folder of a run (runs/NAME)")
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        saved = json.loads(path.read_text())
+        job = saved["config"] | {"stop": tuple(saved["config"].get("stop", ())), "out": None}  # JSON has no tuples
+        return saved["algorithm"], Whole(**job, axes=Axes(**saved["axes"]))
+    except ValueError as error:
         raise Refused(f"{path}: not JSON ({error}); restore it or start a new run") from None
+    except (KeyError, TypeError) as error:
+        raise Refused(f"{path}: not the settings of a run ({error}); restore it or start a new run") from None
 
 
 def check(name: str, cfg: Config, axes: Axes) -> None:
     """Refuse what cannot work, before any work, in one line that says what would."""
-    for flag in ("steps", "prompts_per_step", "samples_per_prompt", "max_new_tokens", "tokens_per_micro_batch",
-                 "updates_per_batch", "epochs_per_batch", "digits", "eval_problems", "eval_samples"):  # fmt: skip
-        if getattr(cfg, flag) < 1:
-            raise Refused(f"{dashed(flag)} {getattr(cfg, flag)}: must be at least 1")
-    for flag in ("lr", "max_grad_norm"):
-        if not 0 < getattr(cfg, flag) < float("inf"):
-            raise Refused(f"{dashed(flag)} {getattr(cfg, flag)}: must be above 0 and finite")
-    for flag in ("eval_every", "save_every", "warmup_steps", "weight_decay"):
-        if not 0 <= getattr(cfg, flag) < float("inf"):
-            raise Refused(f"{dashed(flag)} {getattr(cfg, flag)}: must be 0 or more")
+    counts = ("steps", "prompts_per_step", "samples_per_prompt", "max_new_tokens", "tokens_per_micro_batch",
+              "updates_per_batch", "epochs_per_batch", "digits", "eval_problems", "eval_samples")  # fmt: skip
+    from_0 = ("eval_every", "save_every", "warmup_steps", "weight_decay", "seed")
+    for flags, good, must in ((counts, lambda x: x >= 1, "at least 1"),
+                              (("lr", "max_grad_norm"), lambda x: 0 < x < float("inf"), "above 0 and finite"),
+                              (from_0, lambda x: 0 <= x < float("inf"), "0 or more")):  # fmt: skip
+        for flag in flags:
+            if not good(getattr(cfg, flag)):
+                raise Refused(f"{dashed(flag)} {getattr(cfg, flag)}: must be {must}")
     if not 0.05 <= cfg.temperature < float("inf"):
         raise Refused(f"--temperature {cfg.temperature}: must be at least 0.05; greedy answers (0) are for evaluation, "
                       "they have no spread to learn from")
@@ -265,6 +263,8 @@ def command(script: str, name: str, cfg: Config, axes: Axes) -> str:
                 continue
             if value is True:
                 words.append(dashed(f.name))
+            elif isinstance(value, str) and value.startswith("-"):  # else it would read as a flag
+                words.append(f"{dashed(f.name)}={value}")
             else:
                 words += [dashed(f.name), *map(str, value if isinstance(value, tuple) else [value])]
     return shlex.join(words)
@@ -279,26 +279,3 @@ def describe(script: str, name: str, cfg: Config, axes: Axes) -> str:
             + f"{cfg.samples_per_step} samples = {cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}; "
             + f"{updates} update{'s' * (updates > 1)} a step; {cfg.steps} steps\n"
             + f"again: {command(script, name, cfg, axes)}")
-
-
-def launch(script: str, default_name: str, train: Callable[[Any], None], argv: list[str]) -> int:
-    """Parse, check, put the run together, `train(run)`. Returns the exit status: 0 done, 2 refused, 130 stopped.
-
-    torch is imported when the flags are known to be good.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the run has handlers of its own
-    try:
-        name, cfg, axes = parse(argv, default_name)
-        print(describe(Path(script).name, name, cfg, axes), flush=True)
-        from nanorl import run
-
-        with run.started(script, name, cfg, axes) as parts:
-            if parts is not None:
-                train(parts)
-    except Refused as error:
-        print(f"{Path(script).name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{Path(script).name}: stopped; go on with --resume FOLDER if a checkpoint was saved", file=sys.stderr)
-        return 130
-    return 0

@@ -134,7 +134,7 @@ class LocalEngine:
             for request in self.rows + self.waiting:
                 if not request.answer.done():
                     request.answer.set_exception(error)
-            self.rows, self.waiting, self.cache = [], [], None
+            self.rows, self.waiting, self.cache, self.length = [], [], None, None
 
     def token_step(self) -> None:
         """One token for every row: decode the rows there are, prefill the new ones, sample, let the finished leave."""
@@ -142,9 +142,9 @@ class LocalEngine:
         if self.rows:
             states.append(self.decode())
         new = self.admitted()
+        self.rows += new
         if new:
             states.append(self.prefill(new))
-        self.rows += new
         self.sample(torch.cat(states))
         self.leave()
 
@@ -196,6 +196,7 @@ class LocalEngine:
         logits = logits / heat.where(heat > 0, 1.0)
         wide = torch.float32 if logits.device.type == "mps" else torch.float64
         u = torch.tensor([[r.uniform[len(r.new)]] for r in self.rows], dtype=wide, device=logits.device)
+        u = u.clamp(max=1 - torch.finfo(wide).eps)  # rounded to 1 it would pick the last token, likely or not
         # lab: begin (sample a token from logits with one uniform number)
         cumulative = logits.softmax(1).cumsum(1, dtype=wide)
         token = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp(max=logits.shape[1] - 1)
@@ -234,7 +235,8 @@ class LocalEngine:
         if r.new[-1] in r.sampling.end:
             return "stop"
         if r.sampling.stop:  # a text may span several tokens, so look at a tail that surely holds it
-            tail = self.tokenizer.decode(r.new[-(max(map(len, r.sampling.stop)) + 8) :])
+            longest = max(len(text.encode()) for text in r.sampling.stop)  # a token is a byte at least
+            tail = self.tokenizer.decode(r.new[-(longest + 8) :])
             if any(text in tail for text in r.sampling.stop):
                 return "stop"
         return "length" if len(r.new) == r.sampling.max_new_tokens else None

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -107,9 +108,12 @@ def load(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise Refused(f"--model {name}: cannot be loaded ({first_line(error)})") from None
-    return admit(model, name).to(device), tokenizer
+    try:
+        return admit(model, name).to(device), tokenizer
+    except (RuntimeError, AssertionError) as error:  # torch's words for a device that is not there
+        raise Refused(f"--device {device}: {first_line(error)}") from None
 
 
 def admit(model: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -134,15 +138,13 @@ def check_scores(policy: Policy, ids: Tensor) -> float:
 
     Raises Refused above 1e-3: the model does something between its hidden states and its logits that is not known here.
     """
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[:, 0] = False
     hidden = policy.hidden(ids)[:, :-1].flatten(0, 1)
     ours = policy.score(hidden, ids[:, 1:].flatten())
     with policy.autocast():
         logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
     theirs = (logits.float() / policy.temperature).log_softmax(1).gather(1, ids[:, 1:].flatten()[:, None])[:, 0]
     worst = float((ours - theirs).abs().max())
-    if worst > (1e-3 if policy.dtype == torch.float32 else 0.1):
+    if not worst <= (1e-3 if policy.dtype == torch.float32 else 0.1):  # NaN is not
         raise Refused(f"--model: log-probs from hidden states differ from the model's own by {worst:.1e}; not supported")
     return worst
 

@@ -79,7 +79,7 @@ class Rollout:
     """A thread that keeps as many groups in the making as the buffer admits, and answers other questions meanwhile."""
 
     def __init__(self, buffer: Buffer, make: Callable[[int], Coroutine[Any, Any, Group]]):
-        self.buffer, self.make, self.tasks = buffer, make, set()
+        self.buffer, self.make, self.tasks, self.closed = buffer, make, set(), False
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="rollout", daemon=True)
         self.thread.start()
@@ -96,11 +96,12 @@ class Rollout:
             task.add_done_callback(self.tasks.discard)
 
     async def one(self, number: int) -> None:
-        """One group into the buffer; whatever goes wrong reaches the trainer, who would else wait for ever."""
+        """One group into the buffer; whatever goes wrong (an exit, too) reaches the trainer, who would else wait on."""
         try:
             self.buffer.put(await self.make(number))
-        except Exception as error:
-            self.buffer.fail(error)
+        except BaseException as error:
+            if not self.closed:
+                self.buffer.fail(error)
 
     def call(self, question: Coroutine[Any, Any, Any], stop: Callable[[], bool]) -> Any:
         """The answer to a question asked on the thread (an evaluation, say). Raises Stopped when `stop()` turns true."""
@@ -110,14 +111,19 @@ class Rollout:
                 return future.result(timeout=0.2)
             except NotYet:
                 if future.done():
-                    raise  # the question's own timeout
+                    return future.result()  # it came meanwhile; or the question's own timeout
                 if stop():
                     future.cancel()
                     raise Stopped from None
 
     def close(self) -> None:
         """End what is in the making, and the thread."""
+        self.closed = True
+
         async def cancel() -> None:
+            for task in self.tasks:  # the groups first, and to their end: asyncio reports what nobody waited for
+                task.cancel()
+            await asyncio.gather(*self.tasks, return_exceptions=True)
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
         asyncio.run_coroutine_threadsafe(cancel(), self.loop).result(timeout=30)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 
 from nanorl import algorithms, checkpoint, config, engine, evaluate, optimize, policy, reward, rollout, tasks, tiny
-from nanorl.buffer import Buffer
+from nanorl.buffer import Buffer, Stopped
 from nanorl.config import Config, Refused
 from nanorl.monitor import Monitor, average, step_metrics, text_progress
 from nanorl.sample import Batch, Group, Prompt
@@ -71,25 +70,26 @@ class Run:
         self.needs = self.algo.needs(cfg, axes)
         self.limit = self.algo.limit(cfg)
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
-        self.folder, self.lock = Path(cfg.resume) if cfg.resume else None, None
+        self.folder = Path(cfg.resume) if cfg.resume else None
+        self.rollout = self.monitor = self.lock = self.ref = None  # opened last
         self.last = checkpoint.latest(self.folder) if cfg.resume else None
         self.step, self.not_finite, self.stop, self.clock = 0, 0, Stop(), Clock()
         self.evaluation: dict[str, float] = {}  # the last one's results
         self.before: dict[str, float] = {}  # those before training
         self.began = time.monotonic()
 
+        checkpoint.refuse_used(cfg)
         self.task = tasks.load(cfg)
         self.start = cfg.model or self.warm_start()
-        try:
-            model, self.tokenizer = policy.load(str(self.last or self.start), self.device)
-        except (RuntimeError, AssertionError) as error:  # torch's words for a device that is not there
-            raise Refused(f"--device {self.device}: {policy.first_line(error)}") from None
+        model, self.tokenizer = policy.load(str(self.last or self.start), self.device)
         dtype = getattr(torch, cfg.dtype)
         self.policy = policy.Policy(model, cfg.temperature, dtype)
         self.end = policy.end_tokens(model, self.tokenizer)
         room = model.config.get_text_config().max_position_embeddings
         tasks.check_lengths(self.task, self.tokenizer, cfg, room)
         policy.check_scores(self.policy, torch.tensor([self.prompt(0).ids + (min(self.end),)], device=self.device))
+        if not cfg.eval_only:
+            checkpoint.refuse_full(cfg, model)
         self.engine = engine.LocalEngine(self.policy, self.tokenizer)
         self.score = partial(reward.score, self.task.reward)
 
@@ -113,16 +113,12 @@ class Run:
         if self.folder is None:
             self.folder = checkpoint.new_folder(cfg, self.name)
         self.lock = checkpoint.locked(self.folder)
-        space = 5 * checkpoint.need(self.policy.model) + (64 << 20)  # 3 last, the best, the one being written; the logs
-        if shutil.disk_usage(self.folder).free < space:
-            raise Refused(f"--out {self.folder}: a run needs about {space / 1e9:.1f} GB there; choose another disk")
         if self.last is not None:
             state = checkpoint.restore(self.last, self.policy.model, self.optimizer)
             self.step, self.evaluation, self.before = state["step"], state["evaluation"], state["before"]
             if self.step >= cfg.steps:
                 raise Refused(f"--resume {cfg.resume}: that run is done ({self.step} steps); add --steps {2 * self.step}")
         checkpoint.write_settings(self.folder, self.script, self.name, cfg, self.algo.axes)
-        self.ref = None
         if "logp_ref" in self.needs:  # the start weights, also after a resume
             self.ref = policy.Policy(policy.load(str(self.start), self.device)[0], cfg.temperature, self.policy.dtype)
             self.ref.requires_grad_(False)
@@ -141,6 +137,8 @@ class Run:
         self.rollout.pump()
         try:
             return self.buffer.take(TIMEOUT, self.stop)
+        except Stopped:
+            raise Stopped(f"saved in {self.save()}") from None
         except BaseException as error:  # between two steps everything is consistent: whatever happened, lose nothing
             print(f"{type(error).__name__}: saved in {self.save()}", file=sys.stderr)
             raise
@@ -213,6 +211,9 @@ class Run:
                    "command": config.command(self.script, self.name, self.cfg, self.algo.axes)}  # fmt: skip
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         last = checkpoint.latest(self.folder)
+        asked = ("task", "digits", "data", "eval_data", "system_prompt", "prompt_suffix", "stop", "reward",
+                 "max_new_tokens")  # fmt: skip
+        again = Config(**{f: getattr(self.cfg, f) for f in asked}, model=str(last), eval_only=True)
         print(f"\ndone: {self.step} steps in {summary['seconds']:.0f} s")
         for key, value in results.items():
             was = f"{before[key]:.3f} → " if key in before else ""
@@ -221,22 +222,23 @@ class Run:
               f"weights       {last} (AutoModelForCausalLM.from_pretrained opens it)\n"
               f"curves        tensorboard --logdir {self.folder.parent}\n"
               f"go on         python {self.script} --resume {self.folder} --steps {2 * self.cfg.steps}\n"
-              f"evaluate      python {self.script} --eval-only --model {last}")  # fmt: skip
+              f"evaluate      {config.command(self.script, self.name, again, self.algo.axes)}")  # fmt: skip
         if self.cfg.task == "arithmetic":
             print(f"harder        python {self.script} --digits {self.cfg.digits + 1}\n"
                   f"another way   python {self.script} {'dr_grpo' if self.name != 'dr_grpo' else 'rloo'}")  # fmt: skip
 
     def close(self) -> None:
-        """End the thread and close the files."""
-        self.rollout.close()
-        self.monitor.close()
+        """End the thread and close the files, as far as they were opened."""
+        for part in (self.rollout, self.monitor, self.lock):
+            if part is not None:
+                part.close()
 
 
 @contextmanager
 def started(script: str, name: str, cfg: Config, axes: algorithms.Axes) -> Iterator[Run | None]:
     """A run ready to train, or None where the flags ask only to look (--dry-run) or to evaluate (--eval-only)."""
     run = Run(script, name, cfg, axes)
-    print(f"{run.task.says}; {run.start} on {run.device}", file=sys.stderr)
+    print(f"{run.task.says}; {run.start} on {run.device}", flush=True)
     if cfg.dry_run:
         dry_run(run)
         yield None
@@ -247,10 +249,10 @@ def started(script: str, name: str, cfg: Config, axes: algorithms.Axes) -> Itera
         run.rollout.close()
         yield None
     else:
-        run.open()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, run.stop.handle)
         try:
+            run.open()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, run.stop.handle)
             yield run
         finally:
             run.close()

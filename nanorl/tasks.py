@@ -18,7 +18,7 @@ import numpy as np
 
 from nanorl import reward
 from nanorl.config import Config, Refused
-from nanorl.monitor import log
+from nanorl.monitor import collecting, log
 from nanorl.sample import Prompt
 
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids", "answer")  # what every reward gets by position
@@ -50,10 +50,11 @@ def load(cfg: Config) -> Task:
     """The task that the flags name. Raises Refused, with file and line, where its data cannot be used."""
     task = arithmetic(cfg) if cfg.task == "arithmetic" else from_file(cfg)
     sample = task.train(0)
-    worth = task.reward("", task.answered(sample), (), (), sample.answer, **sample.row)
+    with collecting():  # what a reward logs here is nobody's
+        worth = task.reward("", task.answered(sample), (), (), sample.answer, **sample.row)
     if worth != 1.0:  # prompt and verifier must speak of the same format, or nothing can be learned
-        raise Refused(f"--reward {cfg.reward}: gives {worth} to the right answer {sample.answer!r}, written as "
-                      f"{task.answered(sample)[-60:]!r}; choose another verifier")
+        raise Refused(f"--reward: the verifier gives {worth} to the right answer {sample.answer!r}, written as "
+                      f"{task.answered(sample)[-60:]!r}; choose another")
     return task
 
 
@@ -104,7 +105,7 @@ def arithmetic(cfg: Config) -> Task:
         return verifier(prompt, completion, *rest, **row)
 
     rng, held_out = np.random.default_rng(0), {}
-    for _ in range(100 * cfg.eval_problems):  # a one-digit table has fewer than asked for
+    for _ in range(4 * cfg.eval_problems):  # numbers of one or two digits may have fewer than asked for
         held_out[addition(rng, cfg.digits, "held out")] = None
         if len(held_out) == cfg.eval_problems:
             break
@@ -133,6 +134,8 @@ def from_file(cfg: Config) -> Task:
         order = np.random.default_rng(0).permutation(len(rows))
         n = min(cfg.eval_problems, max(1, len(rows) // 10))
         held_out, train = [rows[i] for i in order[:n]], [rows[i] for i in order[n:]]
+    asked = {str(p.prompt) for p in held_out}
+    train = [p for p in train if str(p.prompt) not in asked]  # the same question twice in a file would be a leak
     if not train or not held_out:
         raise Refused(f"--data {cfg.data}: {len(rows)} usable rows ({dropped} dropped: answer unreadable for "
                       f"'{verifier}'); at least 2 are needed, one to train on and one to hold out")
@@ -164,7 +167,7 @@ def read(path: str, task: str) -> list[Problem]:
     """The problems of a file, one JSON object a line. Raises Refused with the line's number."""
     ask = "question" if task == "gsm8k" else "prompt"
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(f"--data {path}: cannot be read ({error})") from None
     problems = []
@@ -222,8 +225,9 @@ def check_lengths(task: Task, tokenizer: Any, cfg: Config, room: int) -> None:
 
     No tokenizer here makes more tokens than a text has bytes, so only long texts are encoded to find out.
     """
+    added = 256 + len(((cfg.system_prompt or "") + task.suffix).encode())  # a template's own tokens are under 256
     for problem in (task.train(0), *task.problems, *task.held_out):
-        if len(str(problem.prompt).encode()) + 256 + cfg.max_new_tokens <= room and problem is not task.held_out[0]:
+        if len(str(problem.prompt).encode()) + added + cfg.max_new_tokens <= room and problem is not task.held_out[0]:
             continue
         length = len(render(problem, tokenizer, cfg.system_prompt, task.suffix)[1])
         if length + cfg.max_new_tokens > room:

@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,8 +116,10 @@ def warm_started(how: WarmStart) -> Path:
         tokenizer().save_pretrained(making)
         try:
             making.rename(folder)
-        except OSError:  # another run made it meanwhile: the same weights
-            shutil.rmtree(making)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            shutil.rmtree(making)  # another run made it meanwhile: the same weights
     else:
-        print(f"warm start: from the cache, {folder}", file=sys.stderr)
+        print(f"warm start: from the cache, {folder}", flush=True)
     return folder

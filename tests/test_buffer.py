@@ -95,8 +95,9 @@ def test_a_group_with_a_sample_too_old_or_from_the_future_is_never_trained_on(ve
 
 
 def test_take_waits_for_the_last_group_from_another_thread():
-    buffer = Buffer(3)
-    for number in (2, 0):
+    """However many of later steps are there already."""
+    buffer = Buffer(3, max_lag=1)
+    for number in (5, 2, 0, 4, 3):
         buffer.put(made(number, 0))
     late = threading.Timer(0.3, lambda: buffer.put(made(1, 0)))
     late.start()

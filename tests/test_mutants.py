@@ -218,7 +218,7 @@ BUGS = [
         partial(T.test_every_row_is_its_equation_in_loss_and_gradient, "grpo", "token-mean", 0.0, "k3")),
     Bug("the estimator's flag is not passed on", algorithms.with_kl, ", axes.kl_estimator", "",
         partial(T.test_no_option_is_dead, "kl_estimator")),
-    Bug("the upper clip is not passed on", algorithms.clipped, ", axes.eps_low, axes.eps_high", ", axes.eps_low",
+    Bug("the upper clip is not passed on", algorithms.clipped, ", axes.eps_low, axes.eps_high", ", axes.eps_low, axes.eps_low",
         partial(T.test_no_option_is_dead, "eps_high")),
     Bug("the ddof is not passed on", algorithms.standardised, ", axes.std_ddof, axes.std_eps", ", eps=axes.std_eps",
         partial(T.test_no_option_is_dead, "std_ddof")),

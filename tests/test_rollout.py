@@ -4,7 +4,9 @@ First the local engine, then episodes and groups, then the thread that runs them
 """
 
 import asyncio
+import gc
 import itertools
+import math
 import threading
 import time
 import traceback
@@ -126,7 +128,7 @@ def test_gradients_can_be_taken_after_generation_also_in_bfloat16():
         jobs = jobs_of([3, 9])
         batch = as_batch([(ids, c) for (ids, _), c in zip(jobs, generate(engine, jobs))])
         engine.policy(batch).sum().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() and not p.is_inference() for p in engine.policy.parameters())
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in engine.policy.parameters())
 
 
 def test_generation_moves_neither_weights_nor_the_global_random_state():
@@ -150,6 +152,21 @@ def test_greedy_is_the_models_own_greedy_generation(name):
 def test_greedy_and_sampled_rows_share_steps_without_sharing_temperatures():
     jobs = [(ids, replace(how, temperature=t)) for (ids, how), t in zip(jobs_of([5] * 4), [0.0, 2.0, 0.3, 1.0])]
     assert tokens(generate(engine_of("llama"), jobs)) == tokens(alone("llama", jobs))
+
+
+def test_a_token_is_the_inverse_of_the_cumulative_distribution_at_its_number():
+    """15 tokens alike between two impossible ones: token 1 + ⌊15u⌋, also at u = 0 and at the largest u there is."""
+    engine = engine_of("llama")
+    head = engine.policy.model.get_output_embeddings().weight.data.zero_()
+    head[[0, V - 1]] = -1e5
+    numbers = [0.0, *((i + 0.5) / 60 for i in range(60)), 1 - 2**-53]
+    engine.rows = [Request((1,), Sampling(1, key=(i,)), None) for i in range(len(numbers))]
+    for request, u in zip(engine.rows, numbers):
+        request.uniform = [u]
+    with torch.no_grad():
+        engine.sample(torch.ones(len(numbers), 32))
+    assert [r.new for r in engine.rows] == [[1 + int(15 * u)] for u in numbers]
+    assert [p for r in engine.rows for p in r.logp] == pytest.approx([-math.log(15)] * len(numbers), abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -224,21 +241,37 @@ def test_the_key_and_each_of_its_numbers_decides():
     assert shorter == [a[:7] for a in answers]  # the t-th token has the t-th number, however many there may be
 
 
-def test_prompts_that_arrive_together_are_prefilled_once_each():
-    engine, passes = engine_of("llama"), []
+def shapes_of_passes(engine):
+    """[rows, tokens] of every forward pass from now on."""
+    passes = []
     engine.policy.model.base_model.register_forward_pre_hook(
         lambda _, args, given: passes.append(tuple(given["input_ids"].shape)), with_kwargs=True)  # fmt: skip
+    return passes
+
+
+def test_prompts_that_arrive_together_are_prefilled_once_each():
+    engine = engine_of("llama")
+    passes = shapes_of_passes(engine)
     prompts = [ids_of(n) for n in (6, 20, 13)]
     generate(engine, [(ids, Sampling(4, key=(i, j))) for i, ids in enumerate(prompts) for j in range(5)])
     assert passes == [(3, 20), (15, 1), (15, 1), (15, 1)]
 
 
 def test_a_prefill_holds_no_more_tokens_than_it_may_unless_one_prompt_alone_does():
-    passes, engine = [], engine_of("llama", prefill=40)
-    engine.policy.model.base_model.register_forward_pre_hook(
-        lambda _, args, given: passes.append(tuple(given["input_ids"].shape)), with_kwargs=True)  # fmt: skip
+    engine = engine_of("llama", prefill=40)
+    passes = shapes_of_passes(engine)
     generate(engine, jobs_of([9, 9, 9, 9, 9, 60, 2, 2], new=20))
     assert [p for p in passes if p[1] > 1] == [(4, 9), (1, 9), (1, 60), (2, 2)]
+
+    async def interrupted():
+        running = asyncio.gather(*(engine.generate(*job) for job in jobs_of([9, 9, 9, 9], new=20)))
+        await sampled(engine, 4)
+        engine.update_weights(engine.policy, 1)
+        return await running
+
+    passes.clear()
+    asyncio.run(interrupted())
+    assert [p for p in passes if p[1] > 1] == [(4, 9), (3, 13), (1, 13)]  # by then the prefix has what was sampled
 
 
 # ---------------------------------------------------------------------------------------------- how an answer ends
@@ -334,10 +367,13 @@ def test_new_weights_go_on_where_the_old_ones_were_and_nothing_is_thrown_away(na
     async def interrupted():
         running = [asyncio.ensure_future(engine.generate(*job)) for job in jobs]
         await sampled(engine, steps)
+        rows = list(engine.rows)
         engine.pause()
         widen(engine.policy.model, seed=1)
         engine.update_weights(engine.policy, version=1)
         engine.resume()
+        await sampled(engine, steps + 1)
+        assert engine.rows == rows  # who has begun does not wait again
         return await asyncio.gather(*running)
 
     new = asyncio.run(interrupted())
@@ -400,6 +436,9 @@ def test_a_cancelled_request_frees_its_row_and_changes_no_other():
         await sampled(engine, 3)
         running[0].cancel()
         running[3].cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(engine.rows[0].new) < 6 and not any(r.answer.cancelled() for r in engine.rows)
         return await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), timeout=30)
 
     results = asyncio.run(cancelled())
@@ -715,7 +754,8 @@ def test_closing_ends_what_is_in_the_making_and_leaves_no_thread():
     assert buffer.error is None  # to be ended is no error
 
 
-def test_closing_while_the_engine_samples_leaves_no_thread_and_an_engine_fit_for_use():
+def test_closing_while_the_engine_samples_is_silent_and_leaves_no_thread_and_an_engine_fit_for_use(caplog):
+    """Whoever presses Ctrl-C sees no traceback of what was in the making."""
     engine = engine_of("llama")
     rollout = Rollout(Buffer(prompts_per_step=3), made_by(engine))
     engine.pause()  # nothing finishes before it is closed
@@ -724,6 +764,8 @@ def test_closing_while_the_engine_samples_leaves_no_thread_and_an_engine_fit_for
         time.sleep(0.001)
     rollout.close()
     assert not rollout.thread.is_alive()
+    gc.collect()  # when asyncio tells of exceptions that nobody has asked for
+    assert not caplog.records
     engine.resume()
     jobs = jobs_of([4, 9])
     assert tokens(generate(engine, jobs)) == tokens(alone("llama", jobs))

@@ -240,10 +240,10 @@ def test_gsm8k_asks_its_question_and_judges_the_number_after_its_mark(tmp_path):
 
 
 def test_a_verifier_that_would_pay_nothing_for_the_right_answer_is_refused(tmp_path):
-    rows = [{"prompt": "q", "answer": "right", "after": "=>"}] * 3
+    rows = [{"prompt": f"q{i}", "answer": "right", "after": "=>"} for i in range(3)]
     assert from_rows(tmp_path, rows).answered(Problem("q", "right", {"after": "=>"})) == "=>right"
-    with pytest.raises(Refused, match="^--reward exact: gives 0.0 to the right answer"):
-        from_rows(tmp_path, [{"prompt": "q", "answer": "a => b", "after": "=>"}] * 3)
+    with pytest.raises(Refused, match="^--reward: the verifier gives 0.0 to the right answer"):
+        from_rows(tmp_path, [row | {"answer": "a => b"} for row in rows])
 
 
 # ---- rendering
@@ -305,11 +305,11 @@ def test_chat_needs_a_template():
 
 
 def test_a_prompt_carries_number_answer_and_row(tmp_path):
-    task = from_rows(tmp_path, [{"prompt": "q", "answer": "a", "level": 3}] * 3, prompt_suffix="?", system_prompt="S")
+    task = from_rows(tmp_path, [row | {"answer": "a", "level": 3} for row in questions(3)], prompt_suffix="!", system_prompt="S")
     cfg = Config(task="jsonl", system_prompt="S")
     prompt = make_prompt(task.train(41), 41, tokenizer(TEMPLATE), cfg, task)
     assert (prompt.number, prompt.answer, prompt.row) == (41, "a", {"level": 3})
-    assert prompt.text == read_back(prompt.ids) == "<s>[system]S</s>[user]q?</s>[assistant]"
+    assert prompt.text == read_back(prompt.ids) == f"<s>[system]S</s>[user]{task.train(41).prompt}!</s>[assistant]"
 
 
 def test_arithmetic_is_rendered_as_the_warm_start_shows_it():
@@ -346,3 +346,9 @@ def test_the_tiny_model_has_room_for_twelve_digits_and_not_for_any_limit():
     check_lengths(arithmetic(12), words, resolved(Config(digits=12)), room)
     with pytest.raises(Refused, match="^--max-new-tokens 250"):
         check_lengths(arithmetic(), words, Config(max_new_tokens=250), room)
+
+
+def test_a_question_that_is_held_out_is_not_trained_on_though_it_stands_in_the_file_twice(tmp_path):
+    task = from_rows(tmp_path, questions(30) + questions(30))
+    held_out = {problem.prompt for problem in task.held_out}
+    assert held_out and not held_out & {task.train(number).prompt for number in range(200)}

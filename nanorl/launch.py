@@ -1,0 +1,41 @@
+"""How does a script start? Flags first, torch when they are good; one line for a refusal, a status for every end.
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanorl.config import Refused, describe, parse
+
+
+def launch(script: str, default_name: str, train: Callable[[Any], None], argv: list[str]) -> int:
+    """Parse, check, put the run together, `train(run)`. Returns the exit status: 0 done, 2 refused, 130 stopped.
+
+    torch is imported when the flags are known to be good.
+    """
+    early: list[int] = []  # an interrupted import leaves half a library, so a signal waits for the imports
+    try:
+        name, cfg, axes = parse(argv, default_name)
+        print(describe(Path(script).name, name, cfg, axes), flush=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: early.append(number))
+        from nanorl import run
+
+        for number in (signal.SIGINT, signal.SIGTERM):  # until the run has handlers of its own
+            signal.signal(number, signal.default_int_handler)
+        if early:
+            raise KeyboardInterrupt
+        with run.started(script, name, cfg, axes) as parts:
+            if parts is not None:
+                train(parts)
+    except Refused as error:
+        print(f"{Path(script).name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stopped:
+        saved = str(stopped) or "nothing is saved beside earlier checkpoints"
+        print(f"{Path(script).name}: stopped; {saved}", file=sys.stderr)
+        return 130
+    return 0

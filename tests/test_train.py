@@ -1,0 +1,578 @@
+"""Whole runs of train_grpo.py: what a step does to the weights, what a run leaves, and that a stop changes nothing."""
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import train_grpo
+from nanorl import checkpoint, config, optimize, reward, tiny
+from nanorl import launch as launching
+from nanorl.monitor import COLUMNS, KEYS, WALL_CLOCK, log
+from nanorl.policy import Policy
+from nanorl.run import Run
+from nanorl.sample import Group, Prompt, Sample, collate
+
+ROOT = Path(__file__).resolve().parents[1]
+P, G = 4, 4
+SIZES = ("--prompts-per-step", P, "--samples-per-prompt", G, "--lr", 1e-3, "--eval-problems", 8, "--eval-every", 3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def impatient():
+    """A run that waits for samples which never come fails at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanorl.run.TIMEOUT", 20.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """The folder of a small model that is right now and then about a + b, so that its groups have contrast."""
+    folder, tokenizer = tmp_path_factory.mktemp("start"), tiny.tokenizer()
+    torch.manual_seed(0)
+    net = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    ))  # fmt: skip
+    rows = [tokenizer(f"{a}+{b}={a + b}").input_ids + [1] for a in range(1, 10) for b in range(1, 10)]
+    ids = torch.tensor([row + [0] * (7 - len(row)) for row in rows])
+    labels = torch.tensor([[-100] * 4 + row[4:] + [-100] * (7 - len(row)) for row in rows])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for _ in range(60):
+        cross_entropy(net(input_ids=ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def launch(*flags):
+    """The exit status of train_grpo.py with these flags, run here; the first may name an algorithm."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return launching.launch("train_grpo.py", "grpo", train_grpo.train, [*map(str, flags)])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def addition(start, folder, *flags):
+    """The flags of a run on additions of one digit."""
+    return ("--model", start, "--digits", 1, *SIZES, "--out", folder, *flags)
+
+
+def trained(start, folder, *flags, steps=12):
+    """The folder of such a run, finished."""
+    assert launch(*addition(start, folder, "--steps", steps, *flags)) == 0
+    return folder
+
+
+def lines(folder, name="metrics"):
+    """The objects of a JSONL file."""
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def content(folder):
+    """All of a run that its repetition has to have, bit for bit."""
+    last = checkpoint.latest(folder)
+    metrics = [{key: value for key, value in line.items() if not key.startswith(WALL_CLOCK)} for line in lines(folder)]
+    return {"step": last.name, "weights": (last / checkpoint.WEIGHTS).read_bytes(), "metrics": metrics,
+            "moments": (last / checkpoint.MOMENTS).read_bytes(), "samples": (folder / "samples.jsonl").read_text(),
+            "state": checkpoint.read(last)["state"]}  # fmt: skip
+
+
+def same(folder, other):
+    """Both runs have the same content; one key at a time, so that a difference has a name."""
+    ours, theirs = content(folder), content(other)
+    return [key for key in ours if ours[key] != theirs[key]] == []
+
+
+def moved(start, folder):
+    """Training changed the weights of every layer."""
+    before, after = load_file(start / checkpoint.WEIGHTS), load_file(checkpoint.latest(folder) / checkpoint.WEIGHTS)
+    return all(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """What happens in the runs of this test: weights after each step (0: before), passes of the policy, the stop to come.
+
+    `stop_at`: SIGINT reaches the process when that many steps are done.
+    """
+    seen = SimpleNamespace(weights=[], passes=[], stop_at=None, step=0)
+    begin, record, take, forward = Run.begin, Run.record, Run.take, Policy.forward
+
+    def copied(run):
+        seen.weights.append({name: tensor.clone() for name, tensor in run.policy.model.state_dict().items()})
+
+    def watched_begin(run):
+        copied(run)
+        begin(run)
+
+    def watched_take(run):
+        seen.step = run.step
+        if run.step == seen.stop_at:
+            signal.raise_signal(signal.SIGINT)
+        return take(run)
+
+    def watched_record(run, *args):
+        copied(run)
+        record(run, *args)
+
+    def watched_forward(policy, batch):
+        seen.passes.append((seen.step, torch.is_grad_enabled(), batch))
+        return forward(policy, batch)
+
+    for target, name, function in ((Run, "begin", watched_begin), (Run, "take", watched_take),
+                                   (Run, "record", watched_record), (Policy, "forward", watched_forward)):  # fmt: skip
+        monkeypatch.setattr(target, name, function)
+    return seen
+
+
+def pays(monkeypatch, worth):
+    """The reward of this test's runs: worth(completion_ids), 1 for none, since the right answer has to earn 1."""
+    def paid(prompt, completion, prompt_ids, completion_ids, answer, **row):
+        return worth(completion_ids) if completion_ids else 1.0
+    monkeypatch.setitem(reward.REWARDS, "exact", paid)
+
+
+def even(ids):
+    return float(sum(ids) % 2 == 0)
+
+
+# ------------------------------------------------------------------------------------------------ a step
+
+
+def equal(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_weights_move_where_a_group_has_contrast_and_nowhere_else(start, tmp_path, watched, monkeypatch):
+    pays(monkeypatch, lambda ids: even(ids) if watched.step in (1, 3) else 0.5)
+    folder = trained(start, tmp_path / "run", "--weight-decay", 0.1, steps=5)
+    changed = [not equal(*pair) for pair in zip(watched.weights, watched.weights[1:])]
+    assert changed == [False, True, False, True, False]
+    assert [line["contrast"] > 0 for line in lines(folder)[1:]] == changed
+    assert {step for step, _, _ in watched.passes} == {1, 3}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_the_better_half_becomes_more_likely(start, tmp_path, watched, monkeypatch, name):
+    """Pay for answers of an even sum: they are sampled more and more. A wrong sign would make them rare."""
+    pays(monkeypatch, even)
+    assert launch(name, *addition(start, tmp_path / "run", "--steps", 30, "--lr", 3e-3)) == 0
+    rewards = [line["reward"] for line in lines(tmp_path / "run")[1:]]
+    print(rewards)
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 1
+
+
+@pytest.mark.parametrize("updates, epochs", [(1, 1), (2, 1), (1, 2), (4, 3)])
+def test_only_rows_of_later_updates_cost_a_pass_without_gradient(start, tmp_path, watched, updates, epochs):
+    trained(start, tmp_path / "run", "--updates-per-batch", updates, "--epochs-per-batch", epochs, steps=3)
+    for step in range(3):
+        scored = [row for at, gradient, micro in watched.passes for row in micro.row.tolist() if (at, gradient) == (step, False)]
+        assert len(scored) == len(set(scored))
+        assert len(scored) == (P * G * (updates - 1) // updates if epochs == 1 else P * G)
+
+
+@pytest.mark.parametrize("kl_weight", [0, 0.1])
+def test_rows_without_advantage_stay_out_of_the_passes_unless_they_have_a_kl_term(start, tmp_path, watched, kl_weight):
+    folder = trained(start, tmp_path / "run", "--kl-weight", kl_weight, steps=4)
+    rows = lines(folder, "samples")
+    for step in range(4):
+        now = [row["reward"] for row in rows if row["step"] == step + 1]
+        contrast = {i for i in range(P * G) if len({*now[i // G * G : i // G * G + G]}) > 1}
+        passed = [row for at, gradient, micro in watched.passes for row in micro.row.tolist() if gradient and at == step]
+        assert sorted(passed) == (list(range(P * G)) if kl_weight else sorted(contrast))
+        assert lines(folder)[step + 1]["trained_rows"] == len(passed) / (P * G)
+    assert any(line["contrast"] < 1 for line in lines(folder)[1:])
+
+
+def test_the_size_of_micro_batches_does_not_change_the_weights(start, tmp_path, watched):
+    trained(start, tmp_path / "one", steps=2)
+    trained(start, tmp_path / "many", "--tokens-per-micro-batch", 1, steps=2)
+    one, many = watched.weights[1], watched.weights[4]  # after one step: Adam makes signs of the smallest differences
+    assert not equal(watched.weights[0], one)
+    assert max(len(micro) for _, _, micro in watched.passes[-3:]) == 1
+    for name in one:
+        torch.testing.assert_close(one[name], many[name], rtol=0, atol=2e-4)
+
+
+def test_the_learning_rate_of_the_schedule_is_the_one_that_moves_the_weights(start, tmp_path, watched, monkeypatch):
+    """Adam's first step moves every weight by the rate, less only where the gradient is as small as its ε."""
+    pays(monkeypatch, even)
+    folder = trained(start, tmp_path / "run", "--warmup-steps", 5, steps=1)
+    before, after = watched.weights
+    assert lines(folder)[1]["lr"] == pytest.approx(2e-4)
+    assert max(float((after[name] - before[name]).abs().max()) for name in before) == pytest.approx(2e-4, rel=1e-2)
+
+
+# ------------------------------------------------------------------------------------------------ a gradient that is not finite
+
+
+def poisoned(monkeypatch, when):
+    """Put a NaN into one number of the gradient of the updates, counted from 0, for which `when` holds."""
+    step, calls = optimize.clip_and_step, []
+
+    def clip_and_step(policy, *args):
+        calls.append(None)
+        if when(len(calls) - 1):
+            next(p for p in policy.model.parameters() if p.grad is not None).grad.view(-1)[0] = torch.nan
+        return step(policy, *args)
+
+    monkeypatch.setattr(optimize, "clip_and_step", clip_and_step)
+
+
+def test_a_step_without_a_finite_gradient_is_skipped_counted_and_said(start, tmp_path, watched, monkeypatch, capsys):
+    pays(monkeypatch, even)
+    poisoned(monkeypatch, lambda update: update % 5 != 4)  # never five in a row
+    folder = trained(start, tmp_path / "run", steps=10)
+    assert [line["skipped"] for line in lines(folder)[1:]] == [1, 1, 1, 1, 0] * 2
+    assert [not equal(*pair) for pair in zip(watched.weights, watched.weights[1:])] == [False] * 4 + [True] + [False] * 4 + [True]
+    assert ["grad_norm" in line for line in lines(folder)[1:]] == [False] * 4 + [True] + [False] * 4 + [True]
+    assert capsys.readouterr().out.count("warning: the gradient is not finite") == 2
+    assert all(tensor.isfinite().all() for tensor in load_file(checkpoint.latest(folder) / checkpoint.WEIGHTS).values())
+
+
+def test_five_such_steps_in_a_row_stop_the_run(start, tmp_path, watched, monkeypatch):
+    pays(monkeypatch, even)
+    poisoned(monkeypatch, lambda update: update >= 2)
+    with pytest.raises(FloatingPointError, match="5 steps in a row"):
+        launch(*addition(start, tmp_path / "run", "--steps", 100))
+    assert [line["skipped"] for line in lines(tmp_path / "run")[1:]] == [0, 0, 1, 1, 1, 1, 1]
+    assert equal(watched.weights[2], watched.weights[-1])
+
+
+# ------------------------------------------------------------------------------------------------ stop and go on
+
+
+WAYS = {
+    "grpo": (), "falling lr": ("--lr-schedule", "cosine", "--warmup-steps", 9, "--weight-decay", 0.1),
+    "updates": ("--updates-per-batch", 2, "--epochs-per-batch", 2), "kl": ("--kl-weight", 0.1), "hot": ("--temperature", 1.3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stopped_after_7_of_12_steps_and_resumed_a_run_is_the_same(start, tmp_path, watched, capsys, way):
+    whole = trained(start, tmp_path / "whole", *WAYS[way])
+    watched.stop_at = 7
+    halves = tmp_path / "halves"
+    assert launch(*addition(start, halves, "--steps", 12, *WAYS[way])) == 130
+    assert f"saved in {halves}/checkpoints/step-7" in capsys.readouterr().err
+    assert len(lines(halves)) == 8 and not (halves / "summary.json").exists()
+    watched.stop_at = None
+    assert launch("--resume", halves) == 0
+    assert same(halves, whole) and moved(start, whole)
+    assert [line["step"] for line in lines(halves)] == [*range(13)]
+    after = [json.loads((folder / "summary.json").read_text()) for folder in (halves, whole)]
+    assert (after[0]["before"], after[0]["after"]) == (after[1]["before"], after[1]["after"])
+
+
+def test_a_run_of_7_steps_can_have_5_more(start, tmp_path, capsys):
+    whole, halves = trained(start, tmp_path / "whole"), trained(start, tmp_path / "halves", steps=7)
+    capsys.readouterr()
+    assert launch("--resume", halves) == 2  # it is done
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"train_grpo.py: --resume {halves}: that run is done (7 steps)")
+    assert launch("--resume", halves, "--steps", 12) == 0
+    assert same(halves, whole) and json.loads((halves / "config.json").read_text())["config"]["steps"] == 12
+
+
+@pytest.mark.parametrize("first", [2, 3, 4])
+def test_a_run_resumes_around_the_end_of_an_epoch(start, tmp_path, first):
+    """13 rows, one of them held out: an epoch of the others is exactly three steps."""
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in [*itertools.product(range(1, 10), repeat=2)][5::6]]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--task", "jsonl", "--data", data, "--model", start, *SIZES, "--max-new-tokens", 6, "--out")
+    assert launch(*flags, tmp_path / "whole", "--steps", 6) == 0
+    assert launch(*flags, tmp_path / "halves", "--steps", first) == 0
+    assert launch("--resume", tmp_path / "halves", "--steps", 6) == 0
+    assert same(tmp_path / "halves", tmp_path / "whole")
+    asked = [row["ids"][: row["mask"].index(1)] for row in lines(tmp_path / "halves", "samples")[::G]]
+    epochs = [sorted(map(tuple, asked[:12])), sorted(map(tuple, asked[12:]))]
+    assert epochs[0] == epochs[1] and len(set(epochs[0])) == 12 and asked[:12] != asked[12:]
+
+
+def test_a_run_can_be_moved_and_resumed_from_elsewhere(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained(start, Path("here"), steps=2)
+    Path("here").rename("there")
+    (tmp_path / "desk").mkdir()
+    monkeypatch.chdir(tmp_path / "desk")
+    assert launch("--resume", tmp_path / "there", "--steps", 3) == 0
+    assert launch("--resume", "../there/", "--steps", 4) == 0
+    assert [line["step"] for line in lines(tmp_path / "there")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("moment", ["evaluation", "sampling"])
+def test_stopped_before_the_first_step_a_run_leaves_nothing_half_made(start, tmp_path, watched, monkeypatch, capsys, moment):
+    whole, folder = trained(start, tmp_path / "whole", steps=3), tmp_path / "run"
+
+    def stopped_evaluate(run):
+        signal.raise_signal(signal.SIGINT)
+        return run.rollout.call(asyncio.sleep(60), run.stop)
+
+    with monkeypatch.context() as patch:
+        if moment == "evaluation":
+            patch.setattr(Run, "evaluate", stopped_evaluate)
+        else:
+            watched.stop_at = 0
+        capsys.readouterr()
+        assert launch(*addition(start, folder, "--steps", 3)) == 130
+    said, saved = capsys.readouterr().err, checkpoint.steps(folder)
+    assert [path.name for path in saved] == (["step-0"] if moment == "sampling" else [])
+    assert bool(saved) == ("saved in" in said) == ("nothing is saved" not in said)
+    assert not [path for path in folder.rglob("*") if path.name.startswith(".") and path.name != ".lock"]
+    watched.stop_at = None
+    assert launch("--resume", folder) == 0
+    assert same(folder, whole)
+
+
+def test_a_second_stop_ends_a_run_at_once(start, tmp_path, watched, monkeypatch, capsys):
+    record = Run.record
+
+    def stopped_record(run, *args):
+        if run.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+        record(run, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "record", stopped_record)
+        assert launch(*addition(start, tmp_path / "run", "--steps", 12, "--save-every", 2)) == 130
+    said = capsys.readouterr().err
+    assert "SIGTERM: stopping after this step" in said and "Traceback" not in said
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2, 3]
+    assert checkpoint.latest(tmp_path / "run").name == "step-2"
+    assert launch("--resume", tmp_path / "run") == 0
+    assert same(tmp_path / "run", trained(start, tmp_path / "whole"))
+
+
+def test_a_reward_that_fails_ends_the_run_saved_with_its_own_error(start, tmp_path, watched, monkeypatch, capsys):
+    pays(monkeypatch, lambda ids: even(ids) if watched.step < 3 else float("nan"))
+    with pytest.raises(ValueError, match="must be a finite number"):
+        launch(*addition(start, tmp_path / "run", "--steps", 12, "--eval-every", 0))
+    assert "saved in" in capsys.readouterr().err and checkpoint.latest(tmp_path / "run").name == "step-3"
+
+
+# ------------------------------------------------------------------------------------------------ signals, for real
+
+
+def until(what, process, seconds=120):
+    """Wait until what() is true while the process lives."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def victims(start, tmp_path_factory):
+    """Runs in processes of their own, ended by a signal each in the middle of training: {signal: (folder, status, stderr)}."""
+    ended, environment = {}, os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    processes = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        folder = tmp_path_factory.mktemp("victims") / "run"
+        flags = [*map(str, addition(start, folder, "--steps", 10**6, "--save-every", 1 if number == signal.SIGKILL else 0))]
+        processes[number] = folder, subprocess.Popen([sys.executable, "train_grpo.py", *flags], cwd=ROOT, env=environment, text=True,
+                                                     stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
+    for number, (folder, process) in processes.items():
+        metrics = folder / "metrics.jsonl"
+        until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 4, process)
+        second = launch("--resume", folder)  # while it trains
+        process.send_signal(number)
+        ended[number] = folder, second, process.communicate(timeout=60)[1], process.returncode
+    return ended
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_says_so_and_ends_with_130(victims, number):
+    folder, second, said, status = victims[number]
+    assert status == 130 and second == 2
+    saved = re.search(r"saved in (\S+)", said)[1]
+    assert Path(saved) == checkpoint.latest(folder) == folder / "checkpoints" / f"step-{lines(folder)[-1]['step']}"
+    assert number.name in said and "Traceback" not in said
+
+
+def test_after_any_signal_the_run_can_go_on_as_if_nothing_had_happened(victims, start, tmp_path):
+    steps = max(lines(folder)[-1]["step"] for folder, *_ in victims.values()) + 2
+    whole = trained(start, tmp_path / "whole", steps=steps)
+    for folder, *_ in victims.values():
+        assert launch("--resume", folder, "--steps", steps) == 0
+        assert same(folder, whole)
+    assert victims[signal.SIGKILL][-1] == -signal.SIGKILL and moved(start, whole)
+
+
+def test_a_signal_while_libraries_load_ends_with_130_and_leaves_nothing(start, tmp_path):
+    script = [sys.executable, "-u", str(ROOT / "train_grpo.py"), *map(str, addition(start, tmp_path / "run"))]
+    process = subprocess.Popen(script, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("again: "):  # torch is next
+            break
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and len(said.splitlines()) == 1, said
+    assert not [*tmp_path.iterdir()]
+
+
+# ------------------------------------------------------------------------------------------------ what a run leaves
+
+
+@pytest.fixture(scope="module")
+def run(start, tmp_path_factory):
+    """A finished run with a checkpoint every 3 steps, and what it printed."""
+    folder, printed = tmp_path_factory.mktemp("finished") / "run", tmp_path_factory.mktemp("printed") / "out"
+    with open(printed, "w") as out, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        trained(start, folder, "--save-every", 3)
+    return SimpleNamespace(folder=folder, said=printed.read_text(), metrics=lines(folder), samples=lines(folder, "samples"))
+
+
+def test_metrics_have_an_object_a_step_with_documented_keys_alone(run):
+    assert [line["step"] for line in run.metrics] == [*range(13)]
+    page = (ROOT / "notes" / "metrics.md").read_text()
+    documented = {*re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)}
+    for line in run.metrics[1:]:
+        keys = {re.sub(r"^eval/pass@\d+$", "eval/pass@k", key) if key != "eval/pass@1" else key for key in line}
+        assert keys - documented <= {"worked", "eval/worked"}  # the task's own
+        required = KEYS - {"kl/ref"} if line["trained_rows"] else {"loss", "reward", "grad_norm", "lr"}
+        assert required <= keys
+        assert ("eval/pass@1" in line) == (line["step"] % 3 == 0)
+    assert {key for key in run.metrics[0] if not key.startswith("eval/")} == {"step", "seconds"}  # before training
+
+
+def test_samples_rebuild_the_batches_that_were_trained(run, start):
+    """Rows of a step make its groups again, the numbers of the step follow, and its weights give the same log-probs."""
+    fields = {f.name for f in dataclasses.fields(Sample)}
+    for line in run.metrics[1:]:
+        rows = [row for row in run.samples if row["step"] == line["step"]]
+        groups = {}
+        for row in rows:
+            made = {key: tuple(map(tuple, value)) if key in ("rewards", "notes") else tuple(value) if isinstance(value, list) else value
+                    for key, value in row.items() if key in fields}  # fmt: skip
+            sample = Sample(**made | {"mask": tuple(map(bool, made["mask"]))})
+            assert sample.reward == row["reward"]
+            groups.setdefault(row["prompt"], []).append(sample)
+        assert [*groups] == [*range((line["step"] - 1) * P, line["step"] * P)]
+        batch = collate([Group(Prompt(number, (), "", ""), (*samples,)) for number, samples in groups.items()])
+        assert len(batch) == line["samples"] == P * G and int(batch.mask.sum()) == line["tokens"]
+        assert float(batch.reward.double().mean()) == line["reward"]
+        assert set(batch.version[batch.mask].tolist()) == {line["step"] - 1}
+        weights = {1: start, 10: run.folder / "checkpoints" / "step-9"}.get(line["step"])
+        if weights:
+            with torch.no_grad():
+                logp = Policy(AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32))(batch)
+            torch.testing.assert_close(logp[batch.mask], batch.logp_behave[batch.mask], rtol=0, atol=1e-4)
+
+
+def test_tensorboard_has_the_numbers_of_the_file(run):
+    board = EventAccumulator(str(run.folder)).Reload()
+    for key in ("reward", "grad_norm", "eval/pass@1"):
+        there = {line["step"]: line[key] for line in run.metrics if key in line}
+        assert {event.step: event.value for event in board.Scalars(key)} == pytest.approx(there, abs=1e-6)
+    assert board.Tags()["histograms"] and any("sample" in tag for tag in board.Tags()["tensors"])
+
+
+def test_the_console_shows_ten_numbers_a_step_and_says_why_the_first_loss_is_0(run):
+    assert len(COLUMNS) >= 10
+    titles = next(line for line in run.said.splitlines() if line.split()[:1] == ["step"])
+    assert titles.split() == ["step", "left", *(title for title, *_ in COLUMNS)]
+    shown = {int(m[1]): m[2].split() for m in re.finditer(r"^ +(\d+)/12 +\S+ (.*)$", run.said, re.MULTILINE)}
+    assert [*shown] == [*range(1, 13)]
+    pass_1 = run.metrics[0]["eval/pass@1"]
+    for line in run.metrics[1:]:
+        pass_1 = line.get("eval/pass@1", pass_1)
+        for cell, (_, _, key, form) in zip(shown[line["step"]], COLUMNS):
+            value = {**line, "eval/pass@1": pass_1}.get(key)
+            assert cell == ("–" if value is None else f"{value:{form}}")
+        assert shown[line["step"]][-2:] == ["worked", f"{line['worked']:.3g}"]
+    assert run.said.count("Loss 0 and ratio 1 are right at first") == 1
+    assert abs(run.metrics[1]["loss"]) < 0.5 and run.metrics[1]["ratio/max"] == 1
+    first = next(row for row in run.samples if row["step"] == 1 and row["prompt"] == 1)
+    asked = tiny.tokenizer().decode(first["ids"][: first["mask"].index(1)])
+    assert f"a sample of step 1, prompt 1:\n    prompt      {asked}\n    completion  {first['text']}\n" in run.said
+
+
+def test_the_run_ends_by_saying_what_it_reached_and_where_it_lies(run):
+    summary = json.loads((run.folder / "summary.json").read_text())
+    saved = json.loads((run.folder / "config.json").read_text())
+    assert summary["steps"] == 12 and summary["seconds"] > 0
+    assert summary["before"] == {key: value for key, value in run.metrics[0].items() if key.startswith("eval/")}
+    assert {"eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/greedy"} <= {*summary["after"]}
+    assert f"{summary['before']['eval/greedy']:.3f} → {summary['after']['eval/greedy']:.3f}" in run.said
+    for words in (str(run.folder), str(checkpoint.latest(run.folder)), "tensorboard --logdir", "--resume", "--eval-only"):
+        assert words in run.said[run.said.index("done: 12 steps") :]
+    assert summary["command"] == saved["command"] == re.search("^again: (.*)$", run.said, re.MULTILINE)[1]
+    name, cfg, axes = config.parse(shlex.split(summary["command"])[2:])
+    assert json.loads(json.dumps(dataclasses.asdict(cfg))) == saved["config"] | {"out": None}
+    assert (name, dataclasses.asdict(axes)) == (saved["algorithm"], saved["axes"])
+
+
+def test_every_command_that_the_end_proposes_is_accepted(run):
+    proposed = re.findall(r"^[a-z ]{14}python train_grpo.py (.*)$", run.said, re.MULTILINE)
+    assert len(proposed) == 4
+    for words in proposed:
+        config.parse(shlex.split(words))
+
+
+def test_the_command_makes_the_same_run_again(run, tmp_path):
+    words = shlex.split(json.loads((run.folder / "config.json").read_text())["command"])
+    assert launch(*words[2:], "--out", tmp_path / "again") == 0
+    assert same(tmp_path / "again", run.folder)
+
+
+@pytest.mark.parametrize("step", [9, 12])
+def test_evaluation_alone_repeats_that_of_the_run(run, tmp_path, monkeypatch, capsys, step):
+    monkeypatch.chdir(tmp_path)
+    for samples, results in ((1, run.metrics[step]), (4, json.loads((run.folder / "summary.json").read_text())["after"])):
+        if samples == 1 or step == 12:
+            model = run.folder / "checkpoints" / f"step-{step}"
+            assert launch("--eval-only", "--model", model, "--digits", 1, "--eval-problems", 8, "--eval-samples", samples) == 0
+            printed = dict(re.findall(r"^  (\S+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE))
+            assert printed == {key.removeprefix("eval/"): f"{value:.3f}" for key, value in results.items() if key[:5] == "eval/"}
+    assert not [*tmp_path.iterdir()]
+
+
+def test_without_evaluation_nothing_is_evaluated(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "evaluate", lambda *args, **kwargs: pytest.fail("evaluated"))
+    assert all("eval/pass@1" not in line for line in lines(trained(start, tmp_path / "run", "--eval-every", 0, steps=2)))
+
+
+def test_a_number_logged_in_a_reward_is_the_mean_over_its_step(start, tmp_path, monkeypatch, capsys):
+    def logging(ids):
+        log("style", len(ids))
+        return even(ids)
+
+    pays(monkeypatch, logging)
+    folder = trained(start, tmp_path / "run", steps=2)
+    said = capsys.readouterr().out
+    for line in lines(folder)[1:]:
+        rows = [row for row in lines(folder, "samples") if row["step"] == line["step"]]
+        assert all(["style", sum(row["mask"])] in row["notes"] for row in rows)
+        assert line["style"] == pytest.approx(line["length/mean"]) and f"  style {line['style']:.3g}" in said
+    assert "eval/style" in lines(folder)[0]
+
+
+def test_two_seeds_sample_differently_and_one_seed_the_same(start, tmp_path):
+    runs = [trained(start, tmp_path / name, "--seed", seed, steps=2) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    assert same(runs[0], runs[1]) and not same(runs[0], runs[2])
