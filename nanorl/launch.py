@@ -1,4 +1,4 @@
-"""How does a script start? Flags first, torch when they are good; one line for a refusal, a status for every end.
+"""How does a script start? Flags first, torch when they are good; one line for a refusal, a status for every end."""
 
 from __future__ import annotations
 

@@ -253,21 +253,23 @@ def test_the_nearest_sizes_named_are_the_nearest_that_divide(total, wanted):
 
 
 @pytest.mark.parametrize("content, says", [
-    ("{", "not JSON"), ("[]", "config.json"), ("{}", "config.json"),
-    ('{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 32}', "config.json"),  # a checkpoint instead of its run
-    ('{"algorithm": "grpo", "config": {"gone": 1}, "axes": {}}', "gone"),  # of another version
+    ("{", ""), ("[]", ""), ("{}", ""),
+    ('{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 32}', ""),  # a checkpoint instead of its run
+    ('{"algorithm": "grpo", "config": {"gone": 1, "stop": []}, "axes": {}}', "gone"),  # of another version
+    ('{"algorithm": "gone", "config": {"stop": []}, "axes": {}}', "gone"),
 ])  # fmt: skip
 def test_a_folder_that_is_not_a_run_is_not_resumed(desk, capfd, content, says):
     (desk / "run").mkdir()
     (desk / "run" / "config.json").write_text(content)
     line = refusal(capfd, "--resume", "run")
-    assert "run" in line and says in line
+    assert "run" in line and "config.json" in line and says in line, line
 
 
 # ------------------------------------------------------------------------------------------------ refused by the input
 
 
 ROW = '{"prompt": "3+4=", "answer": "7"}\n'
+ROWS = "".join(json.dumps({"prompt": f"{a}+4=", "answer": str(a + 4)}) + "\n" for a in range(20))
 
 
 @pytest.mark.parametrize("content, says", [
@@ -281,11 +283,12 @@ ROW = '{"prompt": "3+4=", "answer": "7"}\n'
     (ROW + '{"prompt": [{"role": "user"}], "answer": "7"}\n', r'^rows.jsonl, line 2: "prompt" is neither text nor'),
     (ROW + '{"prompt": "3+4=", "answer": null}\n', r'^rows.jsonl, line 2: "answer" is neither'),
     (ROW + '{"prompt": "3+4=", "answer": true}\n', r'^rows.jsonl, line 2: "answer" is neither'),
-    (ROW * 3 + '{"prompt": "3+4=", "answer": "7", "after": null}\n' * 30, r"after"),
-    (ROW, r"^--data rows.jsonl: 1 usable rows.* at least 2"),
+    (ROWS.replace('"}', '", "after": null}'), r"after"),
+    (ROW * 9, r"^--data rows.jsonl: "),  # one problem nine times cannot be both
+    (ROW, r"^--data rows.jsonl: 1 usable rows?.* at least 2"),
     ("", r"^--data rows.jsonl: 0 usable rows"),
     (ROW + '{"prompt": [{"role": "user", "content": "3+4="}], "answer": "7"}\n', r"^--system-prompt and chat messages .*template"),
-    (ROW * 20 + json.dumps({"prompt": "1" * 249, "answer": "7"}), r"^--max-new-tokens 8: .* 256 tokens .*'1{40}' takes 249; "),
+    (ROWS + json.dumps({"prompt": "1" * 249, "answer": "7"}), r"^--max-new-tokens 8: .* 256 tokens .*'1{40}' takes 249; "),
 ])  # fmt: skip
 def test_bad_data_is_refused_by_file_and_line(desk, capfd, model, content, says):
     if content is not None:
@@ -296,7 +299,7 @@ def test_bad_data_is_refused_by_file_and_line(desk, capfd, model, content, says)
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
 def test_only_a_newline_ends_a_line_of_data(desk, separator):
-    rows = [{"prompt": f"3{separator}4=", "answer": "7"}] * 3
+    rows = [{"prompt": f"3{separator}{n}=", "answer": "7"} for n in range(3)]
     Path("rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     assert [problem.prompt for problem in tasks.read("rows.jsonl", "jsonl")] == [row["prompt"] for row in rows]
 

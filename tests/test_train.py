@@ -535,6 +535,15 @@ def test_every_command_that_the_end_proposes_is_accepted(run):
         config.parse(shlex.split(words))
 
 
+def test_the_evaluation_that_the_end_proposes_repeats_it(start, tmp_path, capsys):
+    trained(start, tmp_path / "run", "--seed", 3, "--temperature", 1.5, "--prompt-suffix", "0=", "--eval-samples", 8, steps=1)
+    said = capsys.readouterr().out
+    assert launch(*shlex.split(re.search(r"^evaluate +python train_grpo.py (.*)$", said, re.MULTILINE)[1])) == 0
+    again = re.findall(r"^  (\S+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
+    assert again == re.findall(r"^  (\S+) +(?:[\d.]+ → )?([\d.]+)$", said[said.index("done: 1 step") :], re.MULTILINE)
+    assert {"pass@1", "pass@8"} <= {*dict(again)}
+
+
 def test_the_command_makes_the_same_run_again(run, tmp_path):
     words = shlex.split(json.loads((run.folder / "config.json").read_text())["command"])
     assert launch(*words[2:], "--out", tmp_path / "again") == 0
