@@ -54,7 +54,7 @@ class Config:
     """Verifier. exact: the text itself; number: GSM8K style. Each task has its own."""
 
     # sizes
-    steps: int = 60
+    steps: int = 200
     """Training steps; a step trains once on every sample it takes. Tens for a look, hundreds for a result."""
     prompts_per_step: int = 32
     """Prompts a step. More is smoother; the gradient's noise falls with its square root."""
@@ -199,6 +199,8 @@ def read_saved(folder: Path) -> tuple[str, Whole]:
     try:
         saved = json.loads(path.read_text())
         job = saved["config"] | {"stop": tuple(saved["config"].get("stop", ())), "out": None}  # JSON has no tuples
+        if saved["algorithm"] not in ALGORITHMS:
+            raise KeyError(f"algorithm {saved['algorithm']}")
         return saved["algorithm"], Whole(**job, axes=Axes(**saved["axes"]))
     except ValueError as error:
         raise Refused(f"{path}: not JSON ({error}); restore it or start a new run") from None
@@ -224,6 +226,8 @@ def check(name: str, cfg: Config, axes: Axes) -> None:
         near = divisors_near(cfg.samples_per_step, cfg.updates_per_batch)
         raise Refused(f"--updates-per-batch {cfg.updates_per_batch}: does not divide {cfg.samples_per_step} samples "
                       f"({cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}); nearest that do: {near}")
+    if "" in cfg.stop:
+        raise Refused("--stop '': the empty text ends every answer at once; leave it out")
     if cfg.task != "arithmetic" and cfg.data is None:
         raise Refused(f"--task {cfg.task} needs --data FILE: one JSON object a line")
     if cfg.task == "arithmetic" and (cfg.data or cfg.eval_data):

@@ -72,7 +72,7 @@ def exact(prompt: str, completion: str, prompt_ids: Sequence[int], completion_id
     A row with a field `after` lets the completion show its working: what follows the last `after` counts, or the
     whole completion where there is none.
 
-    >>> exact("587+946=", "(13,13,15)1533", (), (), "1533", after=")")
+    >>> exact("587+946=", "(7613,8413,5915)1533", (), (), "1533", after=")")
     1.0
     """
     told = completion.rpartition(after)[2] if after else completion

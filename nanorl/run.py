@@ -211,8 +211,8 @@ class Run:
                    "command": config.command(self.script, self.name, self.cfg, self.algo.axes)}  # fmt: skip
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         last = checkpoint.latest(self.folder)
-        asked = ("task", "digits", "data", "eval_data", "system_prompt", "prompt_suffix", "stop", "reward",
-                 "max_new_tokens")  # fmt: skip
+        asked = ("task", "digits", "data", "eval_data", "system_prompt", "prompt_suffix", "stop", "reward", "dtype",
+                 "seed", "max_new_tokens", "temperature", "eval_problems", "eval_samples")  # fmt: skip
         again = Config(**{f: getattr(self.cfg, f) for f in asked}, model=str(last), eval_only=True)
         print(f"\ndone: {self.step} steps in {summary['seconds']:.0f} s")
         for key, value in results.items():

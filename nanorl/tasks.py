@@ -134,19 +134,19 @@ def from_file(cfg: Config) -> Task:
         order = np.random.default_rng(0).permutation(len(rows))
         n = min(cfg.eval_problems, max(1, len(rows) // 10))
         held_out, train = [rows[i] for i in order[:n]], [rows[i] for i in order[n:]]
-    asked = {str(p.prompt) for p in held_out}
+    asked, before = {str(p.prompt) for p in held_out}, len(train)
     train = [p for p in train if str(p.prompt) not in asked]  # the same question twice in a file would be a leak
+    left_out = f"left out: {dropped} whose answer '{verifier}' cannot read, {before - len(train)} that are held out too"
     if not train or not held_out:
-        raise Refused(f"--data {cfg.data}: {len(rows)} usable rows ({dropped} dropped: answer unreadable for "
-                      f"'{verifier}'); at least 2 are needed, one to train on and one to hold out")
+        raise Refused(f"--data {cfg.data}: {len(train)} problems to train on and {len(held_out)} to hold out, at least "
+                      f"one each is needed ({left_out})")
 
     @lru_cache(maxsize=2)
     def epoch(n: int) -> np.ndarray:
         return np.random.default_rng((cfg.seed, 2, n)).permutation(len(train))
 
     return Task(
-        says=f"{cfg.data}: {len(train)} problems to train on, {len(held_out)} held out, {dropped} dropped "
-             f"(answer unreadable for '{verifier}')",
+        says=f"{cfg.data}: {len(train)} problems to train on, {len(held_out)} held out; {left_out}",
         train=lambda number: train[epoch(number // len(train))[number % len(train)]],
         held_out=held_out,
         reward=reward.REWARDS[verifier],
@@ -167,7 +167,7 @@ def read(path: str, task: str) -> list[Problem]:
     """The problems of a file, one JSON object a line. Raises Refused with the line's number."""
     ask = "question" if task == "gsm8k" else "prompt"
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold U+2028
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(f"--data {path}: cannot be read ({error})") from None
     problems = []
@@ -176,8 +176,8 @@ def read(path: str, task: str) -> list[Problem]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise Refused(f"{path}, line {i}: not JSON ({error.msg} at column {error.colno})") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise Refused(f"{path}, line {i}: not JSON ({error})") from None
         if not isinstance(row, dict) or ask not in row or "answer" not in row:
             raise Refused(f"{path}, line {i}: needs an object with \"{ask}\" and \"answer\"")
         asked = row[ask]
@@ -187,6 +187,8 @@ def read(path: str, task: str) -> list[Problem]:
             raise Refused(f"{path}, line {i}: \"{ask}\" is neither text nor a list of messages with role and content")
         if not isinstance(row["answer"], (str, int, float)) or isinstance(row["answer"], bool):
             raise Refused(f"{path}, line {i}: \"answer\" is neither text nor a number")
+        if not isinstance(row.get("after", ""), str):
+            raise Refused(f"{path}, line {i}: \"after\" is not text; it marks where an answer begins")
         rest = {k: v for k, v in row.items() if k != ask and k not in POSITIONAL}
         problems.append(Problem(asked, str(row["answer"]), rest))
     return problems

@@ -186,7 +186,7 @@ def test_a_malformed_line_is_refused_by_file_and_number(tmp_path, line):
     assert "\n" not in str(refused.value)
 
 
-@given(text=st.text(min_size=1), more=st.dictionaries(st.sampled_from(["level", "after", "é"]), st.text() | st.lists(st.integers())))
+@given(text=st.text(min_size=1), more=st.dictionaries(st.sampled_from(["level", "é"]), st.text() | st.lists(st.integers())))
 @example(text="a\u2028b\u2029c\x85d\x0be", more={})
 def test_what_was_written_is_read(tmp_path_factory, text, more):
     """Escaped or as it is: what Python also calls the end of a line may stand in a JSON text. Numbers may be answers."""
@@ -207,11 +207,11 @@ def test_rows_whose_answer_the_verifier_cannot_read_are_dropped_and_counted(tmp_
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "many"}, {"prompt": "c", "answer": "so 2\n#### 2"},
             {"prompt": "d", "answer": "3 or 4"}, {"prompt": "e", "answer": 5}]  # fmt: skip
     task = from_rows(tmp_path, rows, reward="number")
-    assert {p.prompt for p in task.problems} == {"a", "c", "e"} and "2 dropped" in task.says
+    assert {p.prompt for p in task.problems} == {"a", "c", "e"} and "left out: 2 whose answer" in task.says
     assert {p.prompt for p in from_rows(tmp_path, rows).problems} == set("abcde")  # exactly, any text can be judged
-    with pytest.raises(Refused, match=r"^--data .*: 0 usable rows \(4 dropped: answer unreadable for 'number'\)"):
+    with pytest.raises(Refused, match=r"^--data .*: 0 problems .*4 whose answer 'number' cannot read"):
         from_rows(tmp_path, [{"prompt": "a", "answer": "none"}] * 4, reward="number")
-    with pytest.raises(Refused, match="1 usable rows"):
+    with pytest.raises(Refused, match="0 problems to train on and 1 to hold out"):
         from_rows(tmp_path, questions(1))
 
 

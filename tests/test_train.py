@@ -49,7 +49,7 @@ def start(tmp_path_factory):
     torch.manual_seed(0)
     net = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0, eos_token_id=1,
     ))  # fmt: skip
     rows = [tokenizer(f"{a}+{b}={a + b}").input_ids + [1] for a in range(1, 10) for b in range(1, 10)]
     ids = torch.tensor([row + [0] * (7 - len(row)) for row in rows])
@@ -64,11 +64,11 @@ def start(tmp_path_factory):
     return folder
 
 
-def launch(*flags):
+def launch(*flags, train=train_grpo.train):
     """The exit status of train_grpo.py with these flags, run here; the first may name an algorithm."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return launching.launch("train_grpo.py", "grpo", train_grpo.train, [*map(str, flags)])
+        return launching.launch("train_grpo.py", "grpo", train, [*map(str, flags)])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -113,7 +113,7 @@ def moved(start, folder):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """What happens in the runs of this test: weights after each step (0: before), passes of the policy, the stop to come.
+    """What happens in the runs of this test: weights before and after each step, passes of the policy by step.
 
     `stop_at`: SIGINT reaches the process when that many steps are done.
     """
@@ -155,22 +155,33 @@ def pays(monkeypatch, worth):
 
 
 def even(ids):
+    """A reward that some answers to every prompt earn and some do not."""
     return float(sum(ids) % 2 == 0)
+
+
+def passed(watched, step, gradient):
+    """The rows of the policy's passes in a step, with or without gradient."""
+    return [row for at, on, micro in watched.passes if (at, on) == (step, gradient) for row in micro.row.tolist()]
+
+
+def equal(one, other):
+    """Two sets of weights are the same, bit for bit."""
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def changed(watched):
+    """For each step: did it change the weights?"""
+    return [not equal(*pair) for pair in zip(watched.weights, watched.weights[1:])]
 
 
 # ------------------------------------------------------------------------------------------------ a step
 
 
-def equal(one, other):
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_weights_move_where_a_group_has_contrast_and_nowhere_else(start, tmp_path, watched, monkeypatch):
     pays(monkeypatch, lambda ids: even(ids) if watched.step in (1, 3) else 0.5)
     folder = trained(start, tmp_path / "run", "--weight-decay", 0.1, steps=5)
-    changed = [not equal(*pair) for pair in zip(watched.weights, watched.weights[1:])]
-    assert changed == [False, True, False, True, False]
-    assert [line["contrast"] > 0 for line in lines(folder)[1:]] == changed
+    assert changed(watched) == [False, True, False, True, False]
+    assert [line["contrast"] > 0 for line in lines(folder)[1:]] == changed(watched)
     assert {step for step, _, _ in watched.passes} == {1, 3}
 
 
@@ -188,7 +199,7 @@ def test_the_better_half_becomes_more_likely(start, tmp_path, watched, monkeypat
 def test_only_rows_of_later_updates_cost_a_pass_without_gradient(start, tmp_path, watched, updates, epochs):
     trained(start, tmp_path / "run", "--updates-per-batch", updates, "--epochs-per-batch", epochs, steps=3)
     for step in range(3):
-        scored = [row for at, gradient, micro in watched.passes for row in micro.row.tolist() if (at, gradient) == (step, False)]
+        scored = passed(watched, step, gradient=False)
         assert len(scored) == len(set(scored))
         assert len(scored) == (P * G * (updates - 1) // updates if epochs == 1 else P * G)
 
@@ -200,9 +211,9 @@ def test_rows_without_advantage_stay_out_of_the_passes_unless_they_have_a_kl_ter
     for step in range(4):
         now = [row["reward"] for row in rows if row["step"] == step + 1]
         contrast = {i for i in range(P * G) if len({*now[i // G * G : i // G * G + G]}) > 1}
-        passed = [row for at, gradient, micro in watched.passes for row in micro.row.tolist() if gradient and at == step]
-        assert sorted(passed) == (list(range(P * G)) if kl_weight else sorted(contrast))
-        assert lines(folder)[step + 1]["trained_rows"] == len(passed) / (P * G)
+        trains = passed(watched, step, gradient=True)
+        assert sorted(trains) == (list(range(P * G)) if kl_weight else sorted(contrast))
+        assert lines(folder)[step + 1]["trained_rows"] == len(trains) / (P * G)
     assert any(line["contrast"] < 1 for line in lines(folder)[1:])
 
 
@@ -225,7 +236,7 @@ def test_the_learning_rate_of_the_schedule_is_the_one_that_moves_the_weights(sta
     assert max(float((after[name] - before[name]).abs().max()) for name in before) == pytest.approx(2e-4, rel=1e-2)
 
 
-# ------------------------------------------------------------------------------------------------ a gradient that is not finite
+# ------------------------------------------------------------------------------------------------ a gradient of NaN
 
 
 def poisoned(monkeypatch, when):
@@ -245,9 +256,10 @@ def test_a_step_without_a_finite_gradient_is_skipped_counted_and_said(start, tmp
     pays(monkeypatch, even)
     poisoned(monkeypatch, lambda update: update % 5 != 4)  # never five in a row
     folder = trained(start, tmp_path / "run", steps=10)
-    assert [line["skipped"] for line in lines(folder)[1:]] == [1, 1, 1, 1, 0] * 2
-    assert [not equal(*pair) for pair in zip(watched.weights, watched.weights[1:])] == [False] * 4 + [True] + [False] * 4 + [True]
-    assert ["grad_norm" in line for line in lines(folder)[1:]] == [False] * 4 + [True] + [False] * 4 + [True]
+    sound = [False, False, False, False, True] * 2
+    assert changed(watched) == sound
+    assert [line["skipped"] == 0 for line in lines(folder)[1:]] == sound
+    assert ["grad_norm" in line for line in lines(folder)[1:]] == sound
     assert capsys.readouterr().out.count("warning: the gradient is not finite") == 2
     assert all(tensor.isfinite().all() for tensor in load_file(checkpoint.latest(folder) / checkpoint.WEIGHTS).values())
 
@@ -266,7 +278,8 @@ def test_five_such_steps_in_a_row_stop_the_run(start, tmp_path, watched, monkeyp
 
 WAYS = {
     "grpo": (), "falling lr": ("--lr-schedule", "cosine", "--warmup-steps", 9, "--weight-decay", 0.1),
-    "updates": ("--updates-per-batch", 2, "--epochs-per-batch", 2), "kl": ("--kl-weight", 0.1), "hot": ("--temperature", 1.3),
+    "updates": ("--updates-per-batch", 2, "--epochs-per-batch", 2), "kl": ("--kl-weight", 0.1),
+    "hot": ("--temperature", 1.3),
 }  # fmt: skip
 
 
@@ -290,7 +303,8 @@ def test_a_run_of_7_steps_can_have_5_more(start, tmp_path, capsys):
     whole, halves = trained(start, tmp_path / "whole"), trained(start, tmp_path / "halves", steps=7)
     capsys.readouterr()
     assert launch("--resume", halves) == 2  # it is done
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"train_grpo.py: --resume {halves}: that run is done (7 steps)")
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"train_grpo.py: --resume {halves}: that run is done (7 steps)")
     assert launch("--resume", halves, "--steps", 12) == 0
     assert same(halves, whole) and json.loads((halves / "config.json").read_text())["config"]["steps"] == 12
 
@@ -298,7 +312,8 @@ def test_a_run_of_7_steps_can_have_5_more(start, tmp_path, capsys):
 @pytest.mark.parametrize("first", [2, 3, 4])
 def test_a_run_resumes_around_the_end_of_an_epoch(start, tmp_path, first):
     """13 rows, one of them held out: an epoch of the others is exactly three steps."""
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in [*itertools.product(range(1, 10), repeat=2)][5::6]]
+    pairs = [*itertools.product(range(1, 10), repeat=2)][5::6]
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--task", "jsonl", "--data", data, "--model", start, *SIZES, "--max-new-tokens", 6, "--out")
@@ -323,7 +338,7 @@ def test_a_run_can_be_moved_and_resumed_from_elsewhere(start, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("moment", ["evaluation", "sampling"])
-def test_stopped_before_the_first_step_a_run_leaves_nothing_half_made(start, tmp_path, watched, monkeypatch, capsys, moment):
+def test_stopped_before_its_first_step_nothing_is_half_made(start, tmp_path, watched, monkeypatch, capsys, moment):
     whole, folder = trained(start, tmp_path / "whole", steps=3), tmp_path / "run"
 
     def stopped_evaluate(run):
@@ -387,26 +402,33 @@ def until(what, process, seconds=120):
 
 @pytest.fixture(scope="module")
 def victims(start, tmp_path_factory):
-    """Runs in processes of their own, ended by a signal each in the middle of training: {signal: (folder, status, stderr)}."""
-    ended, environment = {}, os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    processes = {}
+    """Runs in processes of their own, each ended by a signal while it trains.
+
+    {signal: (folder, status of a second process there, status, stderr)}
+    """
+    environment, processes, ended = os.environ | {"OMP_NUM_THREADS": "1"}, {}, {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         folder = tmp_path_factory.mktemp("victims") / "run"
-        flags = [*map(str, addition(start, folder, "--steps", 10**6, "--save-every", 1 if number == signal.SIGKILL else 0))]
-        processes[number] = folder, subprocess.Popen([sys.executable, "train_grpo.py", *flags], cwd=ROOT, env=environment, text=True,
-                                                     stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
-    for number, (folder, process) in processes.items():
-        metrics = folder / "metrics.jsonl"
-        until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 4, process)
-        second = launch("--resume", folder)  # while it trains
-        process.send_signal(number)
-        ended[number] = folder, second, process.communicate(timeout=60)[1], process.returncode
-    return ended
+        flags = addition(start, folder, "--steps", 10**6, "--save-every", 1 if number == signal.SIGKILL else 0)
+        process = subprocess.Popen([sys.executable, "train_grpo.py", *map(str, flags)], cwd=ROOT, env=environment,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
+        processes[number] = folder, folder / "metrics.jsonl", process
+    try:
+        for number, (folder, metrics, process) in processes.items():
+            until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 4, process)
+            second = launch("--resume", folder, train=lambda run: None)  # while it trains
+            process.send_signal(number)
+            said = process.communicate(timeout=60)[1]
+            ended[number] = folder, second, process.returncode, said
+        yield ended
+    finally:
+        for *_, process in processes.values():
+            process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_says_so_and_ends_with_130(victims, number):
-    folder, second, said, status = victims[number]
+    folder, second, status, said = victims[number]
     assert status == 130 and second == 2
     saved = re.search(r"saved in (\S+)", said)[1]
     assert Path(saved) == checkpoint.latest(folder) == folder / "checkpoints" / f"step-{lines(folder)[-1]['step']}"
@@ -419,7 +441,7 @@ def test_after_any_signal_the_run_can_go_on_as_if_nothing_had_happened(victims, 
     for folder, *_ in victims.values():
         assert launch("--resume", folder, "--steps", steps) == 0
         assert same(folder, whole)
-    assert victims[signal.SIGKILL][-1] == -signal.SIGKILL and moved(start, whole)
+    assert victims[signal.SIGKILL][2] == -signal.SIGKILL and moved(start, whole)
 
 
 def test_a_signal_while_libraries_load_ends_with_130_and_leaves_nothing(start, tmp_path):
@@ -445,7 +467,13 @@ def run(start, tmp_path_factory):
     with open(printed, "w") as out, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", out)
         trained(start, folder, "--save-every", 3)
-    return SimpleNamespace(folder=folder, said=printed.read_text(), metrics=lines(folder), samples=lines(folder, "samples"))
+    said, metrics, samples = printed.read_text(), lines(folder), lines(folder, "samples")
+    return SimpleNamespace(folder=folder, said=said, metrics=metrics, samples=samples)
+
+
+def tuples(value):
+    """What JSON made of a tuple of tuples."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
 def test_metrics_have_an_object_a_step_with_documented_keys_alone(run):
@@ -468,9 +496,7 @@ def test_samples_rebuild_the_batches_that_were_trained(run, start):
         rows = [row for row in run.samples if row["step"] == line["step"]]
         groups = {}
         for row in rows:
-            made = {key: tuple(map(tuple, value)) if key in ("rewards", "notes") else tuple(value) if isinstance(value, list) else value
-                    for key, value in row.items() if key in fields}  # fmt: skip
-            sample = Sample(**made | {"mask": tuple(map(bool, made["mask"]))})
+            sample = Sample(**{key: tuples(value) for key, value in row.items() if key in fields})
             assert sample.reward == row["reward"]
             groups.setdefault(row["prompt"], []).append(sample)
         assert [*groups] == [*range((line["step"] - 1) * P, line["step"] * P)]
@@ -520,8 +546,9 @@ def test_the_run_ends_by_saying_what_it_reached_and_where_it_lies(run):
     assert summary["before"] == {key: value for key, value in run.metrics[0].items() if key.startswith("eval/")}
     assert {"eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/greedy"} <= {*summary["after"]}
     assert f"{summary['before']['eval/greedy']:.3f} → {summary['after']['eval/greedy']:.3f}" in run.said
-    for words in (str(run.folder), str(checkpoint.latest(run.folder)), "tensorboard --logdir", "--resume", "--eval-only"):
-        assert words in run.said[run.said.index("done: 12 steps") :]
+    end = run.said[run.said.index("done: 12 steps") :]
+    for words in (run.folder, checkpoint.latest(run.folder), "tensorboard --logdir", "--resume", "--eval-only"):
+        assert str(words) in end
     assert summary["command"] == saved["command"] == re.search("^again: (.*)$", run.said, re.MULTILINE)[1]
     name, cfg, axes = config.parse(shlex.split(summary["command"])[2:])
     assert json.loads(json.dumps(dataclasses.asdict(cfg))) == saved["config"] | {"out": None}
@@ -536,7 +563,8 @@ def test_every_command_that_the_end_proposes_is_accepted(run):
 
 
 def test_the_evaluation_that_the_end_proposes_repeats_it(start, tmp_path, capsys):
-    trained(start, tmp_path / "run", "--seed", 3, "--temperature", 1.5, "--prompt-suffix", "0=", "--eval-samples", 8, steps=1)
+    unusual = ("--seed", 3, "--temperature", 1.5, "--prompt-suffix", "0=", "--eval-samples", 8)
+    trained(start, tmp_path / "run", *unusual, steps=1)
     said = capsys.readouterr().out
     assert launch(*shlex.split(re.search(r"^evaluate +python train_grpo.py (.*)$", said, re.MULTILINE)[1])) == 0
     again = re.findall(r"^  (\S+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
@@ -553,18 +581,17 @@ def test_the_command_makes_the_same_run_again(run, tmp_path):
 @pytest.mark.parametrize("step", [9, 12])
 def test_evaluation_alone_repeats_that_of_the_run(run, tmp_path, monkeypatch, capsys, step):
     monkeypatch.chdir(tmp_path)
-    for samples, results in ((1, run.metrics[step]), (4, json.loads((run.folder / "summary.json").read_text())["after"])):
-        if samples == 1 or step == 12:
-            model = run.folder / "checkpoints" / f"step-{step}"
-            assert launch("--eval-only", "--model", model, "--digits", 1, "--eval-problems", 8, "--eval-samples", samples) == 0
-            printed = dict(re.findall(r"^  (\S+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE))
-            assert printed == {key.removeprefix("eval/"): f"{value:.3f}" for key, value in results.items() if key[:5] == "eval/"}
+    flags = ("--digits", 1, "--eval-problems", 8, "--model", run.folder / "checkpoints" / f"step-{step}")
+    assert launch("--eval-only", *flags, "--eval-samples", 1) == 0  # as within the run; at the end it takes more
+    printed = re.findall(r"^  (\S+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
+    assert printed == [(key[5:], f"{value:.3f}") for key, value in run.metrics[step].items() if key.startswith("eval/")]
     assert not [*tmp_path.iterdir()]
 
 
 def test_without_evaluation_nothing_is_evaluated(start, tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "evaluate", lambda *args, **kwargs: pytest.fail("evaluated"))
-    assert all("eval/pass@1" not in line for line in lines(trained(start, tmp_path / "run", "--eval-every", 0, steps=2)))
+    folder = trained(start, tmp_path / "run", "--eval-every", 0, steps=2)
+    assert [line["step"] for line in lines(folder)] == [1, 2]
 
 
 def test_a_number_logged_in_a_reward_is_the_mean_over_its_step(start, tmp_path, monkeypatch, capsys):
