@@ -168,9 +168,13 @@ def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axe
         asked, (name, default) = name, read_saved(folder)
         if named and name != asked:
             raise Refused(f"--resume {folder}: that run is {name}, not {asked}; start a new run instead")
+    saved = default
     whole = tyro.cli(Whole, args=rest, default=default, prog=f"{Path(sys.argv[0]).name} {name}", config=settings,
                      description=ALGORITHMS[name].says)
     job = resolved(Config(**{f.name: getattr(whole, f.name) for f in dataclasses.fields(Config)}))
+    for flag in ("task", "digits", "seed", "prompts_per_step") if folder is not None else ():
+        if getattr(job, flag) != getattr(saved, flag):  # they number the prompts: some would come twice, some never
+            raise Refused(f"{dashed(flag)}: {folder} has {getattr(saved, flag)}, and a run keeps it; start a new run")
     check(name, job, whole.axes)
     return name, job, whole.axes
 

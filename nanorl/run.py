@@ -116,6 +116,8 @@ class Run:
         if self.last is not None:
             state = checkpoint.restore(self.last, self.policy.model, self.optimizer)
             self.step, self.evaluation, self.before = state["step"], state["evaluation"], state["before"]
+            if state["problems"] != tasks.fingerprint(self.task):
+                raise Refused(f"--data {cfg.data}: other problems than at the start; restore the file, or start a new run")
             if self.step >= cfg.steps:
                 raise Refused(f"--resume {cfg.resume}: that run is done ({self.step} steps); add --steps {2 * self.step}")
         checkpoint.write_settings(self.folder, self.script, self.name, cfg, self.algo.axes)
@@ -194,7 +196,8 @@ class Run:
 
     def save(self) -> Path:
         """A checkpoint of now; resuming from it is exact."""
-        state = {"step": self.step, "evaluation": self.evaluation, "before": self.before}
+        state = {"step": self.step, "evaluation": self.evaluation, "before": self.before,
+                 "problems": tasks.fingerprint(self.task)}  # fmt: skip
         score = self.evaluation.get("eval/pass@1") if self.due(self.cfg.eval_every) else None
         return checkpoint.save(self.folder, self.step, self.policy.model, self.tokenizer, self.optimizer, state, score)
 

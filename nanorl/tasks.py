@@ -46,6 +46,11 @@ class Task:
     problems: tuple[Problem, ...] = ()  # all that train draws from, where that is a list
 
 
+def fingerprint(task: Task) -> int:
+    """A number that changes when the problems do: a run that is resumed must go on with the same."""
+    return zlib.crc32(repr([(p.prompt, p.answer) for p in (task.train(0), *task.problems)]).encode())
+
+
 def load(cfg: Config) -> Task:
     """The task that the flags name. Raises Refused, with file and line, where its data cannot be used."""
     task = arithmetic(cfg) if cfg.task == "arithmetic" else from_file(cfg)

@@ -612,3 +612,26 @@ def test_a_number_logged_in_a_reward_is_the_mean_over_its_step(start, tmp_path, 
 def test_two_seeds_sample_differently_and_one_seed_the_same(start, tmp_path):
     runs = [trained(start, tmp_path / name, "--seed", seed, steps=2) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     assert same(runs[0], runs[1]) and not same(runs[0], runs[2])
+
+
+# ------------------------------------------------------------------------------------------------ what a run keeps
+
+
+@pytest.mark.parametrize("flag", [("--seed", 5), ("--prompts-per-step", 8), ("--digits", 2)])
+def test_a_resumed_run_keeps_what_numbers_its_prompts(start, tmp_path, capsys, flag):
+    trained(start, tmp_path / "run", steps=2)
+    assert launch("--resume", tmp_path / "run", "--steps", 4, *flag) == 2
+    assert capsys.readouterr().err.startswith(f"train_grpo.py: {flag[0]}: ")
+
+
+def test_a_resumed_run_goes_on_with_the_same_problems(start, tmp_path, capsys):
+    rows = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(40)]
+    data, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    data.write_text("\n".join(rows))
+    flags = ("--task", "jsonl", "--data", data, "--model", start, "--prompts-per-step", 4, "--samples-per-prompt", 4,
+             "--eval-every", 0, "--out", run)  # fmt: skip
+    assert launch(*flags, "--steps", 1, "--max-new-tokens", 8) == 0
+    data.write_text("\n".join(rows[1:]))
+    assert launch("--resume", run, "--steps", 2) == 2 and "other problems" in capsys.readouterr().err
+    data.write_text("\n".join(rows))
+    assert launch("--resume", run, "--steps", 2) == 0
