@@ -117,7 +117,7 @@ class Run:
             state = checkpoint.restore(self.last, self.policy.model, self.optimizer)
             self.step, self.evaluation, self.before = state["step"], state["evaluation"], state["before"]
             if state["problems"] != tasks.fingerprint(self.task):
-                raise Refused(f"--data {cfg.data}: other problems than at the start; restore the file, or start a new run")
+                raise Refused(f"--data {cfg.data}: other problems than at the start; restore it, or start a new run")
             if self.step >= cfg.steps:
                 raise Refused(f"--resume {cfg.resume}: that run is done ({self.step} steps); add --steps {2 * self.step}")
         checkpoint.write_settings(self.folder, self.script, self.name, cfg, self.algo.axes)
