@@ -36,7 +36,7 @@ class Axes:
     kl_weight: float = 0.0
     """Weight of KL(policy‖reference) in the loss. 0: no reference is loaded. Change it by factors of ten."""
     kl_estimator: Literal["k2", "k3"] = "k3"
-    """k2 has the gradient of KL(policy‖reference), k3 (GRPO's paper) that of KL(reference‖policy). See notes."""
+    """k2 has the gradient of KL(policy‖reference), k3 (GRPO's paper) that of KL(reference‖policy): see loss.kl."""
     std_ddof: Literal[0, 1] = 1
     """Degrees of freedom taken off in the group's std: 1 unbiased, 0 population."""
     std_eps: float = 1e-6

@@ -29,6 +29,7 @@ from typing import TextIO
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -165,7 +166,7 @@ def broken(path: Path) -> str | None:
         return f"{STATE} is missing"
     try:
         files = read(path)["files"]
-    except ValueError:
+    except (ValueError, KeyError):
         return f"{STATE} is torn"
     for name, size in files.items():
         if not (path / name).is_file():
@@ -200,7 +201,10 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> d
     """
     if (wrong := broken(path)) is not None:
         raise Refused(f"{path}: {wrong}; take another checkpoint of the run")
-    weights, moments = load_file(path / WEIGHTS), load_file(path / MOMENTS)
+    try:
+        weights, moments = load_file(path / WEIGHTS), load_file(path / MOMENTS)
+    except SafetensorError as error:
+        raise Refused(f"{path}: damaged ({error}); delete it, and --resume takes the one before") from None
     aliases: dict[Tensor, list[str]] = {}  # tied weights are one tensor of several names, saved under one of them
     for name, tensor in model.state_dict(keep_vars=True).items():
         aliases.setdefault(tensor, []).append(name)

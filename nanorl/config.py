@@ -20,6 +20,7 @@ from typing import Literal
 import tyro
 
 from nanorl.algorithms import ALGORITHMS, Axes
+from nanorl.reward import REWARDS
 
 
 STARTED = time.monotonic()  # scripts import this file before torch: the start of the program
@@ -31,13 +32,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Config:
-    """Reinforcement learning for language models. The first word may name an algorithm; without one it is grpo."""
+    """Reinforcement learning for language models. The first word names an algorithm: grpo (default), dr_grpo, rloo."""
 
     # the job
     task: Literal["arithmetic", "gsm8k", "jsonl"] = "arithmetic"
     """What is asked. arithmetic is made here; gsm8k and jsonl read --data."""
     digits: int = 3
-    """Digits of each number in arithmetic. 3 learns in a minute; each digit more is harder."""
+    """Digits of each number in arithmetic. 3 learns in two minutes; more take longer."""
     data: str | None = None
     """File of problems, one JSON object a line: "prompt" (text or chat messages), "answer", anything for the reward."""
     eval_data: str | None = None
@@ -49,13 +50,13 @@ class Config:
     prompt_suffix: str | None = None
     """Text added to every prompt; say there how to answer. Each task has its own; '' takes it away."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer, besides the model's end tokens. For base models, which emit no end token."""
-    reward: Literal["exact", "number"] | None = None
-    """Verifier. exact: the text itself; number: GSM8K style. Each task has its own."""
+    """Texts that end an answer, besides the model's end tokens; the answer keeps them. For base models, without end."""
+    reward: str | None = None
+    """Verifier, by its name in reward.REWARDS. exact: the text itself; number: GSM8K style. Each task has its own."""
 
     # sizes
     steps: int = 200
-    """Training steps; a step trains once on every sample it takes. Tens for a look, hundreds for a result."""
+    """Training steps; each takes new samples. Tens for a look, hundreds for a result."""
     prompts_per_step: int = 32
     """Prompts a step. More is smoother; the gradient's noise falls with its square root."""
     samples_per_prompt: int = 8
@@ -65,7 +66,7 @@ class Config:
     temperature: float = 1.0
     """Sampling temperature, for sampling and scoring alike. 1 unless you know why."""
     tokens_per_micro_batch: int = 4096
-    """Tokens, padding included, in one forward pass. As large as memory allows; it never changes the gradient."""
+    """Tokens, padding included, in one forward pass. As large as memory allows; only bnpo's gradient depends on it."""
     updates_per_batch: int = 1
     """Optimizer steps in one pass over a step's samples. 1 is on-policy; up to 4 is common."""
     epochs_per_batch: int = 1
@@ -172,8 +173,8 @@ def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axe
     whole = tyro.cli(Whole, args=rest, default=default, prog=f"{Path(sys.argv[0]).name} {name}", config=settings,
                      description=ALGORITHMS[name].says)
     job = resolved(Config(**{f.name: getattr(whole, f.name) for f in dataclasses.fields(Config)}))
-    for flag in ("task", "digits", "seed", "prompts_per_step") if folder is not None else ():
-        if getattr(job, flag) != getattr(saved, flag):  # they number the prompts: some would come twice, some never
+    for flag in ("task", "digits", "model", "seed", "prompts_per_step") if folder is not None else ():
+        if getattr(job, flag) != getattr(saved, flag):  # the start, and what numbers the prompts
             raise Refused(f"{dashed(flag)}: {folder} has {getattr(saved, flag)}, and a run keeps it; start a new run")
     check(name, job, whole.axes)
     return name, job, whole.axes
@@ -208,7 +209,7 @@ def read_saved(folder: Path) -> tuple[str, Whole]:
         return saved["algorithm"], Whole(**job, axes=Axes(**saved["axes"]))
     except ValueError as error:
         raise Refused(f"{path}: not JSON ({error}); restore it or start a new run") from None
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise Refused(f"{path}: not the settings of a run ({error}); restore it or start a new run") from None
 
 
@@ -230,6 +231,10 @@ def check(name: str, cfg: Config, axes: Axes) -> None:
         near = divisors_near(cfg.samples_per_step, cfg.updates_per_batch)
         raise Refused(f"--updates-per-batch {cfg.updates_per_batch}: does not divide {cfg.samples_per_step} samples "
                       f"({cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}); nearest that do: {near}")
+    if cfg.seed >= 2**63:
+        raise Refused(f"--seed {cfg.seed}: must be below 2**63")
+    if cfg.reward is not None and cfg.reward not in REWARDS:
+        raise Refused(f"--reward {cfg.reward}: no such verifier; there are {', '.join(REWARDS)}")
     if "" in cfg.stop:
         raise Refused("--stop '': the empty text ends every answer at once; leave it out")
     if cfg.task != "arithmetic" and cfg.data is None:

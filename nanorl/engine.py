@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from nanorl.config import Refused
-from nanorl.policy import Policy
+from nanorl.policy import Policy, room
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class LocalEngine:
     def __init__(self, policy: Policy, tokenizer: Any, version: int = 0, max_rows: int = 512, prefill: int = 1 << 14):
         self.policy, self.tokenizer, self.version = policy, tokenizer, version
         self.max_rows, self.prefill_tokens = max_rows, prefill
-        self.room = policy.model.config.get_text_config().max_position_embeddings
+        self.room = room(policy.model)
         for layer in DynamicCache(config=policy.model.config).layers:
             if type(layer) is not DynamicLayer:
                 raise Refused(f"--model: --engine local knows no {type(layer).__name__}, only full attention")
@@ -203,6 +203,8 @@ class LocalEngine:
         # lab: end
         token = token.where(heat > 0, logits.argmax(1, keepdim=True))
         logp = logits.log_softmax(1).gather(1, token)
+        if not logp.isfinite().all():
+            raise FloatingPointError("log-probs are not finite: the weights are broken; lower --lr, take a checkpoint")
         for request, t, p in zip(self.rows, token[:, 0].tolist(), logp[:, 0].tolist()):
             request.new.append(t)
             request.logp.append(p)

@@ -17,6 +17,8 @@ def launch(script: str, default_name: str, train: Callable[[Any], None], argv: l
 
     torch is imported when the flags are known to be good.
     """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal without Unicode shows ? instead of ending the run
     early: list[int] = []  # an interrupted import leaves half a library, so a signal waits for the imports
     try:
         name, cfg, axes = parse(argv, default_name)

@@ -31,10 +31,9 @@ KEYS = frozenset("""step seconds tokens_per_second samples tokens trained_rows l
     reward reward/std reward/group_std contrast adv/mean adv/std lag/mean lag/max ratio/mean ratio/max
     clip clip/low clip/high kl/prox kl/ref mismatch/mean mismatch/max entropy repeat/token
     length/mean length/max truncated""".split())  # beside these: seconds/…, eval/… and the user's own
-EVERY = 20  # lines between two headers on the console
-FLAT = 5  # steps in a row without any contrast before a warning
+EVERY, FLAT = 20, 5  # lines between two headers on the console; steps without contrast before a warning
 
-_outside: list[tuple[str, float]] = []  # what was logged outside of any sample since the last step was written
+_outside: list[tuple[str, float]] = []  # logged outside of any sample since the last step was written
 _notes = ContextVar("notes", default=_outside)
 
 
@@ -136,14 +135,13 @@ def finite(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-COLUMNS = (  # title, width, key in metrics.jsonl, format; ten numbers that a person looks at
+COLUMNS = (  # title, width, key in metrics.jsonl, format; what a person looks at
     ("reward", 8, "reward", ".3f"), ("pass@1", 8, "eval/pass@1", ".3f"), ("contrast", 10, "contrast", ".0%"),
     ("grad", 7, "grad_norm", ".2f"), ("lag", 5, "lag/max", ".0f"), ("ratio", 7, "ratio/max", ".3f"),
     ("clip", 7, "clip", ".1%"), ("entropy", 9, "entropy", ".3f"), ("length", 8, "length/mean", ".1f"),
     ("cut", 6, "truncated", ".0%"), ("tok/s", 8, "tokens_per_second", ",.0f"),
 )  # fmt: skip
-LEGEND = """(pass@1: held out, last evaluated; contrast: groups to learn from; grad: gradient norm; lag, ratio: largest;
- clip: share of tokens; length: in tokens; cut: share of answers; notes/metrics.md says more)"""
+LEGEND = "(pass@1: held out, last evaluated; grad: gradient norm; lag, ratio: largest; cut: answers; see notes/metrics.md)"
 
 
 class Monitor:
@@ -187,7 +185,7 @@ class Monitor:
             self.board.add_scalar(name, value, step)
 
     def print_line(self, step: int, metrics: dict[str, float]) -> None:
-        """Progress, time left, the ten numbers and the user's own, under a header that comes again now and then."""
+        """Progress, time left, COLUMNS and the user's own numbers, under a header that comes again now and then."""
         width = 2 * len(str(self.steps)) + 4
         if self.lines % EVERY == 0:
             titles = "step".rjust(width) + "left".rjust(8) + "".join(title.rjust(w) for title, w, _, _ in COLUMNS)
@@ -241,11 +239,12 @@ class Monitor:
             if values.isfinite().any():  # TensorBoard takes neither NaN nor nothing
                 self.board.add_histogram(f"histogram/{name}", values[values.isfinite()], step)
 
-    def explain_first_step(self) -> None:
-        """Why the loss of a clipped surrogate reads 0 at the first step, and the ratio 1."""
-        print("Loss 0 and ratio 1 are right at first: the weights that sampled now train, so r = 1 and the loss is\n"
-              "−mean(A); the advantages A of a group sum to about 0. The gradient, −mean(A·∇log π), does not:\n"
-              "look at reward, contrast and grad_norm.", flush=True)
+    def explain_first_step(self, loss: float) -> None:
+        """Why the loss of a clipped surrogate says nothing at the first step, and why the ratio is 1."""
+        print("The ratio is 1 because the weights that sampled now train. At r = 1 the loss is −Σ weight·A, and the\n"
+              "advantages of a group sum to 0 over its answers, not over their tokens: the loss reads 0 where answers\n"
+              f"are equally long, here {loss:.3f}, which tells whether right or wrong answers are longer. What learns\n"
+              "is its gradient, −Σ weight·A·∇log π: look at reward, contrast and grad.", flush=True)
 
     def close(self) -> None:
         """Close the files."""
@@ -266,7 +265,10 @@ def append_after(path: Path, step: int) -> TextIO:
     with open(path, "ab+") as file:
         file.seek(0)
         for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, TypeError, KeyError):
                 break
             end += len(line)
         file.truncate(end)

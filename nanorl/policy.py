@@ -103,6 +103,8 @@ def load(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
     Raises Refused where there is none, or where the model cannot be trained here.
     """
+    if not Path(name).exists() and (name[0] in "./~" or name.count("/") > 1):
+        raise Refused(f"--model {name}: no such folder")
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
         raise Refused(f"--model {name}: no config.json there; name a folder with config.json and model.safetensors")
     try:
@@ -147,6 +149,11 @@ def check_scores(policy: Policy, ids: Tensor) -> float:
     if not worst <= (1e-3 if policy.dtype == torch.float32 else 0.1):  # NaN is not
         raise Refused(f"--model: log-probs from hidden states differ from the model's own by {worst:.1e}; not supported")
     return worst
+
+
+def room(model: PreTrainedModel) -> int:
+    """Tokens that a prompt and its answer may have together; without a limit where the model names none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -80,13 +81,15 @@ class Run:
 
         checkpoint.refuse_used(cfg)
         self.task = tasks.load(cfg)
-        self.start = cfg.model or self.warm_start()
+        fresh = self.last is None or "logp_ref" in self.needs  # else the checkpoint has all that is needed
+        self.start = cfg.model or (self.warm_start() if fresh else str(self.last))
         model, self.tokenizer = policy.load(str(self.last or self.start), self.device)
         dtype = getattr(torch, cfg.dtype)
         self.policy = policy.Policy(model, cfg.temperature, dtype)
         self.end = policy.end_tokens(model, self.tokenizer)
-        room = model.config.get_text_config().max_position_embeddings
-        tasks.check_lengths(self.task, self.tokenizer, cfg, room)
+        tasks.check_lengths(self.task, self.tokenizer, cfg, policy.room(model))
+        if max(self.prompt(0).ids + tuple(self.end)) >= (known := model.get_input_embeddings().weight.shape[0]):
+            raise Refused(f"--model {self.start}: the tokenizer has ids above the model's {known}; they do not fit")
         policy.check_scores(self.policy, torch.tensor([self.prompt(0).ids + (min(self.end),)], device=self.device))
         if not cfg.eval_only:
             checkpoint.refuse_full(cfg, model)
@@ -118,8 +121,9 @@ class Run:
             self.step, self.evaluation, self.before = state["step"], state["evaluation"], state["before"]
             if state["problems"] != tasks.fingerprint(self.task):
                 raise Refused(f"--data {cfg.data}: other problems than at the start; restore it, or start a new run")
-            if self.step >= cfg.steps:
+            if self.step >= cfg.steps and (self.folder / "summary.json").exists():  # else only the end was cut short
                 raise Refused(f"--resume {cfg.resume}: that run is done ({self.step} steps); add --steps {2 * self.step}")
+        (self.folder / "summary.json").unlink(missing_ok=True)
         checkpoint.write_settings(self.folder, self.script, self.name, cfg, self.algo.axes)
         if "logp_ref" in self.needs:  # the start weights, also after a resume
             self.ref = policy.Policy(policy.load(str(self.start), self.device)[0], cfg.temperature, self.policy.dtype)
@@ -140,7 +144,9 @@ class Run:
         try:
             return self.buffer.take(TIMEOUT, self.stop)
         except Stopped:
-            raise Stopped(f"saved in {self.save()}") from None
+            raise Stopped(f"saved in {self.save()}; go on with --resume {self.folder}") from None
+        except FloatingPointError:  # these weights are not worth it
+            raise
         except BaseException as error:  # between two steps everything is consistent: whatever happened, lose nothing
             print(f"{type(error).__name__}: saved in {self.save()}", file=sys.stderr)
             raise
@@ -183,7 +189,7 @@ class Run:
             metrics |= self.evaluation
         self.monitor.step(self.step, metrics, groups, self.clock.lap())
         if self.step == 1 and self.algo.has_ratio:
-            self.monitor.explain_first_step()
+            self.monitor.explain_first_step(loss)
         if self.due(5) or self.step == 1:
             self.monitor.show(self.step, groups[self.step % len(groups)])
             self.monitor.histograms(self.step, batch, trained)
@@ -195,7 +201,9 @@ class Run:
         self.buffer.trained(self.step)  # admits the groups of the next step
 
     def save(self) -> Path:
-        """A checkpoint of now; resuming from it is exact."""
+        """A checkpoint of now; resuming from it is exact. Raises FloatingPointError for weights that are not finite."""
+        if not all(weight.isfinite().all() for weight in self.policy.model.parameters()):
+            raise FloatingPointError("weights are not finite, so they are not saved; go back to a checkpoint, lower --lr")
         state = {"step": self.step, "evaluation": self.evaluation, "before": self.before,
                  "problems": tasks.fingerprint(self.task)}  # fmt: skip
         score = self.evaluation.get("eval/pass@1") if self.due(self.cfg.eval_every) else None
@@ -217,7 +225,7 @@ class Run:
         asked = ("task", "digits", "data", "eval_data", "system_prompt", "prompt_suffix", "stop", "reward", "dtype",
                  "seed", "max_new_tokens", "temperature", "eval_problems", "eval_samples")  # fmt: skip
         again = Config(**{f: getattr(self.cfg, f) for f in asked}, model=str(last), eval_only=True)
-        print(f"\ndone: {self.step} steps in {summary['seconds']:.0f} s")
+        print(f"\ndone: step {self.step}, {summary['seconds']:.0f} s since this start")
         for key, value in results.items():
             was = f"{before[key]:.3f} → " if key in before else ""
             print(f"  {key.removeprefix('eval/'):12} {was}{value:.3f}")
@@ -254,9 +262,12 @@ def started(script: str, name: str, cfg: Config, axes: algorithms.Axes) -> Itera
     else:
         try:
             run.open()
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, run.stop.handle)
             yield run
+        except BrokenPipeError:
+            sys.stdout = open(os.devnull, "w")
+            raise Stopped(f"nobody reads the output any more; saved in {run.save()}") from None
         finally:
             run.close()
 
@@ -274,7 +285,8 @@ def dry_run(run: Run) -> None:
         "weights, gradients, Adam (float32)": 16 * weights,
         "reference": 4 * weights * ("logp_ref" in run.needs),
         "keys and values while sampling": cached * text.num_hidden_layers * heads * width * 8,
-        "activations of a micro-batch": cfg.tokens_per_micro_batch * text.num_hidden_layers * text.hidden_size * 80,
+        "activations of a micro-batch": min(cfg.tokens_per_micro_batch, cached) * text.num_hidden_layers
+                                        * text.hidden_size * 80,
         "logits of a chunk": 4 * 4 * policy.CHUNK,
     }
     for what, size in parts.items():

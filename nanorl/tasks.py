@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from nanorl import reward
 from nanorl.config import Config, Refused
@@ -181,7 +182,8 @@ def read(path: str, task: str) -> list[Problem]:
             continue
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON and no text
+        except (ValueError, RecursionError) as error:
             raise Refused(f"{path}, line {i}: not JSON ({error})") from None
         if not isinstance(row, dict) or ask not in row or "answer" not in row:
             raise Refused(f"{path}, line {i}: needs an object with \"{ask}\" and \"answer\"")
@@ -217,7 +219,10 @@ def render(problem: Problem, tokenizer: Any, system: str | None, suffix: str) ->
     messages[-1] = {**messages[-1], "content": messages[-1]["content"] + suffix}
     if system is not None:
         messages = [{"role": "system", "content": system}, *(m for m in messages if m["role"] != "system")]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise Refused(f"--data: the model's chat template refuses {str(messages)[:80]} ({error})") from None
     return text, tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
 

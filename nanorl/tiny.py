@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from nanorl import tasks
+from nanorl.config import Refused
 from nanorl.monitor import text_progress
 
 PAD, END = "<pad>", "<end>"
@@ -109,9 +111,17 @@ def warm_started(how: WarmStart) -> Path:
     key = json.dumps({**asdict(how), "torch": torch.__version__}, sort_keys=True)
     cache = Path(os.environ.get("NANORL_CACHE", Path.home() / ".cache" / "nanorl"))
     folder = cache / f"warm-{how.digits}digits-seed{how.seed}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    if not folder.is_dir():
-        making = cache / f".making-{os.getpid()}-{folder.name}"
-        net = train(how)
+    if not (folder / "config.json").is_file():
+        try:  # before the work
+            cache.mkdir(parents=True, exist_ok=True)
+            making = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
+        except OSError as error:
+            raise Refused(f"NANORL_CACHE {cache}: cannot be written ({error}); name another folder") from None
+        try:
+            net = train(how)
+        except BaseException:
+            shutil.rmtree(making)
+            raise
         net.save_pretrained(making)
         tokenizer().save_pretrained(making)
         try:

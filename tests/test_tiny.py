@@ -133,7 +133,7 @@ def test_a_warm_start_is_made_once_and_then_taken_from_the_cache(cache, monkeypa
     assert AutoTokenizer.from_pretrained(folder)("1+2=").input_ids == WORDS("1+2=").input_ids
     monkeypatch.setattr(tiny, "train", lambda how: pytest.fail("it trains again"))
     assert warm_started(SHORT) == folder
-    assert "cache" in capsys.readouterr().err
+    assert "cache" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("other", [{"digits": 1}, {"seed": 1}, {"steps": 3}, {"rows": 5}, {"lr": 1e-3}, {"working": 0.4}, {"format": 2}])

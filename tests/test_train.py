@@ -430,7 +430,7 @@ def victims(start, tmp_path_factory):
 def test_a_signal_saves_says_so_and_ends_with_130(victims, number):
     folder, second, status, said = victims[number]
     assert status == 130 and second == 2
-    saved = re.search(r"saved in (\S+)", said)[1]
+    saved = re.search(r"saved in ([^\s;]+)", said)[1]
     assert Path(saved) == checkpoint.latest(folder) == folder / "checkpoints" / f"step-{lines(folder)[-1]['step']}"
     assert number.name in said and "Traceback" not in said
 
@@ -532,8 +532,10 @@ def test_the_console_shows_ten_numbers_a_step_and_says_why_the_first_loss_is_0(r
             value = {**line, "eval/pass@1": pass_1}.get(key)
             assert cell == ("–" if value is None else f"{value:{form}}")
         assert shown[line["step"]][-2:] == ["worked", f"{line['worked']:.3g}"]
-    assert run.said.count("Loss 0 and ratio 1 are right at first") == 1
-    assert abs(run.metrics[1]["loss"]) < 0.5 and run.metrics[1]["ratio/max"] == 1
+    assert run.said.count("The ratio is 1 because the weights that sampled now train.") == 1
+    first = run.metrics[1]  # at ratio 1 the token mean of the loss is that of −A
+    assert first["loss"] == pytest.approx(-first["adv/mean"], abs=1e-5) and first["ratio/max"] == 1
+    assert f"here {first['loss']:.3f}," in run.said
     first = next(row for row in run.samples if row["step"] == 1 and row["prompt"] == 1)
     asked = tiny.tokenizer().decode(first["ids"][: first["mask"].index(1)])
     assert f"a sample of step 1, prompt 1:\n    prompt      {asked}\n    completion  {first['text']}\n" in run.said
@@ -546,7 +548,7 @@ def test_the_run_ends_by_saying_what_it_reached_and_where_it_lies(run):
     assert summary["before"] == {key: value for key, value in run.metrics[0].items() if key.startswith("eval/")}
     assert {"eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/greedy"} <= {*summary["after"]}
     assert f"{summary['before']['eval/greedy']:.3f} → {summary['after']['eval/greedy']:.3f}" in run.said
-    end = run.said[run.said.index("done: 12 steps") :]
+    end = run.said[run.said.index("done: step 12") :]
     for words in (run.folder, checkpoint.latest(run.folder), "tensorboard --logdir", "--resume", "--eval-only"):
         assert str(words) in end
     assert summary["command"] == saved["command"] == re.search("^again: (.*)$", run.said, re.MULTILINE)[1]
@@ -568,7 +570,7 @@ def test_the_evaluation_that_the_end_proposes_repeats_it(start, tmp_path, capsys
     said = capsys.readouterr().out
     assert launch(*shlex.split(re.search(r"^evaluate +python train_grpo.py (.*)$", said, re.MULTILINE)[1])) == 0
     again = re.findall(r"^  (\S+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
-    assert again == re.findall(r"^  (\S+) +(?:[\d.]+ → )?([\d.]+)$", said[said.index("done: 1 step") :], re.MULTILINE)
+    assert again == re.findall(r"^  (\S+) +(?:[\d.]+ → )?([\d.]+)$", said[said.index("done: step 1") :], re.MULTILINE)
     assert {"pass@1", "pass@8"} <= {*dict(again)}
 
 
@@ -635,3 +637,26 @@ def test_a_resumed_run_goes_on_with_the_same_problems(start, tmp_path, capsys):
     assert launch("--resume", run, "--steps", 2) == 2 and "other problems" in capsys.readouterr().err
     data.write_text("\n".join(rows))
     assert launch("--resume", run, "--steps", 2) == 0
+
+
+def test_broken_weights_end_a_run_and_are_not_saved(start, tmp_path, monkeypatch):
+    pays(monkeypatch, even)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        launch(*addition(start, tmp_path / "run", "--steps", 9, "--save-every", 1, "--lr", 1e308))
+    assert not checkpoint.steps(tmp_path / "run")
+
+
+def test_a_stop_in_the_last_evaluation_is_made_up_for_by_a_resume(start, tmp_path, monkeypatch, capsys):
+    run, evaluate = tmp_path / "run", Run.evaluate
+
+    def stopped(self, samples=1, within_step=False):
+        if self.step == 2 and not within_step:
+            raise KeyboardInterrupt
+        return evaluate(self, samples, within_step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "evaluate", stopped)
+        assert launch(*addition(start, run, "--steps", 2)) == 130
+    assert not (run / "summary.json").exists()
+    assert launch("--resume", run) == 0 and (run / "summary.json").exists()
+    assert launch("--resume", run) == 2 and "that run is done" in capsys.readouterr().err
