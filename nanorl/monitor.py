@@ -141,7 +141,7 @@ COLUMNS = (  # title, width, key in metrics.jsonl, format; what a person looks a
     ("clip", 7, "clip", ".1%"), ("entropy", 9, "entropy", ".3f"), ("length", 8, "length/mean", ".1f"),
     ("cut", 6, "truncated", ".0%"), ("tok/s", 8, "tokens_per_second", ",.0f"),
 )  # fmt: skip
-LEGEND = "(pass@1: held out, last evaluated; grad: gradient norm; lag, ratio: largest; cut: answers; see notes/metrics.md)"
+LEGEND = "(pass@1: held out, the last; grad: gradient norm; lag, ratio: largest; cut: answers; see notes/metrics.md)"
 
 
 class Monitor:
@@ -281,8 +281,7 @@ def span(seconds: float) -> str:
     >>> span(7.4), span(187), span(7500)
     ('7s', '3m07s', '2h05m')
     """
-    s = round(seconds)
-    return f"{s}s" if s < 60 else f"{s // 60}m{s % 60:02}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02}m"
+    return f"{s}s" if (s := round(seconds)) < 60 else f"{s // 60}m{s % 60:02}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02}m"
 
 
 _said: dict[str, float] = {}  # label → when its last line was printed
