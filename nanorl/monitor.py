@@ -155,8 +155,7 @@ class Monitor:
         self.metrics, self.samples = (append_after(folder / f"{name}.jsonl", kept) for name in ("metrics", "samples"))
         self.board = SummaryWriter(str(folder), purge_step=kept + 1, flush_secs=10)
         self.start_step, self.steps, self.began = start_step, steps, time.monotonic()
-        self.pass_1 = math.nan  # the last evaluation's
-        self.lines, self.flat, self.warned = 0, 0, set()
+        self.pass_1, self.lines, self.flat, self.warned = math.nan, 0, 0, set()  # pass_1: the last evaluation's
 
     def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group], seconds: dict[str, float]) -> None:
         """Write and show step number `step`, from 1. seconds: of each stage (generate, measure, train, evaluate).
@@ -281,7 +280,8 @@ def span(seconds: float) -> str:
     >>> span(7.4), span(187), span(7500)
     ('7s', '3m07s', '2h05m')
     """
-    return f"{s}s" if (s := round(seconds)) < 60 else f"{s // 60}m{s % 60:02}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02}m"
+    s = round(seconds)
+    return f"{s}s" if s < 60 else f"{s // 60}m{s % 60:02}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02}m"
 
 
 _said: dict[str, float] = {}  # label → when its last line was printed
