@@ -34,7 +34,9 @@ prompts = [tokenizer(text).input_ids for text in texts]
 
 async def engine() -> None:
     local = LocalEngine(Policy(model), tokenizer)
-    await asyncio.gather(*(local.generate(ids, Sampling(int(n), key=(i,))) for i, (ids, n) in enumerate(zip(prompts, lengths))))
+    await asyncio.gather(
+        *(local.generate(ids, Sampling(int(n), key=(i,))) for i, (ids, n) in enumerate(zip(prompts, lengths)))
+    )
 
 
 def generate() -> None:
@@ -49,8 +51,10 @@ def seconds(work) -> float:
 
 
 if __name__ == "__main__":
-    print(f"{date.today()}, {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-          f"transformers {transformers.__version__}; {lengths.sum()} tokens, medians of {RUNS}")
+    print(
+        f"{date.today()}, {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}; {lengths.sum()} tokens, medians of {RUNS}"
+    )
     times = {"local engine": [], "model.generate": []}
     for run in range(RUNS + 1):  # in turn, the first to warm up
         for name, work in (("local engine", lambda: asyncio.run(engine())), ("model.generate", generate)):

@@ -32,9 +32,15 @@ if __name__ == "__main__":
     task, tokenizer = tasks.load(cfg), tiny.tokenizer()
     prompts = [tasks.make_prompt(p, i, tokenizer, cfg, task) for i, p in enumerate(task.held_out)]
     local = engine.LocalEngine(policy.Policy(net), tokenizer)
-    sampling = engine.Sampling(cfg.max_new_tokens, 1.0, policy.end_tokens(net, tokenizer), key=(args.seed, rollout.EVALUATE))
+    sampling = engine.Sampling(
+        cfg.max_new_tokens, 1.0, policy.end_tokens(net, tokenizer), key=(args.seed, rollout.EVALUATE)
+    )
     score = partial(reward.score, task.reward)
-    results, groups = asyncio.run(evaluate.evaluate(local, tokenizer, prompts, score, sampling, 1, args.seed, lambda done: None))
+    results, groups = asyncio.run(
+        evaluate.evaluate(local, tokenizer, prompts, score, sampling, 1, args.seed, lambda done: None)
+    )
     shown = [s for g in groups for s in g.samples if "(" in s.text]
-    print(f"{steps} steps of warm start in {took:.0f} s: pass@1 {results['eval/pass@1']:.3f}, greedy {results['eval/greedy']:.3f}; "
-          f"with working {len(shown) / len(prompts):.2f}, right then {sum(s.reward for s in shown) / max(1, len(shown)):.3f}")
+    print(
+        f"{steps} steps of warm start in {took:.0f} s: pass@1 {results['eval/pass@1']:.3f}, greedy {results['eval/greedy']:.3f}; "
+        f"with working {len(shown) / len(prompts):.2f}, right then {sum(s.reward for s in shown) / max(1, len(shown)):.3f}"
+    )
