@@ -1,4 +1,6 @@
-"""Would the seconds of reinforcement learning be better spent on more warm start? python notes/benchmarks/more_warm_start.py
+"""Would the seconds of reinforcement learning be better spent on more warm start?
+
+    python notes/benchmarks/more_warm_start.py
 
 Trains the tiny model by supervised learning alone for as many seconds as a whole run of `train_grpo.py` takes (--seconds;
 the steps that fit are measured first, so that the schedule ends where the time does) and evaluates it the same way.
@@ -40,7 +42,6 @@ if __name__ == "__main__":
         evaluate.evaluate(local, tokenizer, prompts, score, sampling, 1, args.seed, lambda done: None)
     )
     shown = [s for g in groups for s in g.samples if "(" in s.text]
-    print(
-        f"{steps} steps of warm start in {took:.0f} s: pass@1 {results['eval/pass@1']:.3f}, greedy {results['eval/greedy']:.3f}; "
-        f"with working {len(shown) / len(prompts):.2f}, right then {sum(s.reward for s in shown) / max(1, len(shown)):.3f}"
-    )
+    right = sum(s.reward for s in shown) / max(1, len(shown))
+    print(f"{steps} steps of warm start in {took:.0f} s: pass@1 {results['eval/pass@1']:.3f}")
+    print(f"greedy {results['eval/greedy']:.3f}; with working {len(shown) / len(prompts):.2f}, right then {right:.3f}")
