@@ -64,6 +64,8 @@ class Buffer:
         first, last = self.version * self.P, (self.version + 1) * self.P
         quiet, finished = time.monotonic(), -1
         with self.changed:
+            if stop():  # asked before: not even a step whose groups are ready
+                raise Stopped
             while any(n not in self.done for n in range(first, last)):
                 if self.error is not None:
                     raise self.error
