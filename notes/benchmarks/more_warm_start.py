@@ -18,6 +18,7 @@ from nanorl import config, engine, evaluate, policy, reward, rollout, tasks, tin
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--seconds", type=float, default=100, help="the whole time of the run to compare with")
+parser.add_argument("--steps", type=int, help="this many steps, where the machine is too busy to measure what fits")
 parser.add_argument("--digits", type=int, default=3)
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
@@ -25,7 +26,7 @@ args = parser.parse_args()
 if __name__ == "__main__":
     start = time.monotonic()
     tiny.train(tiny.WarmStart(args.digits, args.seed, steps=40))
-    steps = int(args.seconds / ((time.monotonic() - start) / 40))
+    steps = args.steps or int(args.seconds / ((time.monotonic() - start) / 40))
     start = time.monotonic()
     net = tiny.train(tiny.WarmStart(args.digits, args.seed, steps=steps))
     took = time.monotonic() - start
