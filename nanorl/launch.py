@@ -40,6 +40,9 @@ def launch(script: str, default_name: str, train: Callable[[Any], None], argv: l
     except Refused as error:
         print(f"{Path(script).name}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # --help | head: nobody reads any more, and Python would complain once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt as stopped:
         saved = str(stopped) or "nothing is saved beside earlier checkpoints"
         print(f"{Path(script).name}: stopped; {saved}", file=sys.stderr)
