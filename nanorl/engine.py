@@ -163,7 +163,8 @@ class LocalEngine:
         new, distinct, longest = [], set(), 0
         for request in self.waiting[: max(0, self.max_rows - len(self.rows))]:
             prefix = request.ids + tuple(request.new)
-            distinct, longest = distinct | {prefix}, max(longest, len(prefix))
+            distinct.add(prefix)
+            longest = max(longest, len(prefix))
             if new and len(distinct) * longest > self.prefill_tokens:
                 break
             new.append(request)

@@ -49,6 +49,7 @@ async def evaluate(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sc
     done = 0
 
     async def one(prompt: Prompt, how: Sampling, n: int) -> Group:
+        """n samples of one held-out problem, by the random numbers of evaluation."""
         nonlocal done
         result = await group(engine, tokenizer, prompt, score, replace(how, key=(seed, EVALUATE)), n)
         done += n

@@ -121,6 +121,7 @@ class Rollout:
         self.closed = True
 
         async def cancel() -> None:
+            """On the thread: end every task."""
             for task in self.tasks:  # the groups first, and to their end: asyncio reports what nobody waited for
                 task.cancel()
             await asyncio.gather(*self.tasks, return_exceptions=True)

@@ -174,7 +174,7 @@ class Run:
         """After a step: publish its weights, measure, evaluate and save where that is due, admit the next groups.
 
         trained [B, T] holds the log-probs as they were when they were trained; norms are the gradient's, one an update.
-        Raises FloatingPointError after 5 steps without a finite gradient, Stopped where the user asked for it.
+        Raises FloatingPointError after 5 steps without a finite gradient, and for weights that are not finite.
         """
         axes, skipped = self.algo.axes, sum(not math.isfinite(norm) for norm in norms)
         self.step += 1  # the version: completed training steps
