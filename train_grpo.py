@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from nanorl.algorithms import credit
 from nanorl.launch import launch
+from nanorl.objective import credit
 
 
 def train(run) -> None:
@@ -24,32 +24,35 @@ def train(run) -> None:
     from nanorl.optimize import clip_and_step, learning_rate
     from nanorl.policy import measure
     from nanorl.sample import collate
+    from nanorl.trpo import natural_step
 
     cfg, algo, policy, clock = run.cfg, run.algo, run.policy, run.clock
     run.begin()
     while run.step < cfg.steps:
         with clock("generate"):
             groups = run.take()  # waits; every lag is within bounds, or it raises
-        batch = collate(groups).to(run.device)
+        batch = collate(groups, run.step).to(run.device)
         updates = batch.shuffle_into(cfg.updates_per_batch, cfg.epochs_per_batch, key=(cfg.seed, run.step))
         with clock("measure"):  # no gradient; no needs, no pass
             batch = measure(batch, policy, run.ref, run.needs, updates[1:], cfg.tokens_per_micro_batch)
         batch = credit(batch, algo)  # all that looks across rows: baselines, scales
         trained = torch.full_like(batch.logp_behave, torch.nan)  # [B, T] log-probs as they are when trained
-        loss, norms, lr = 0.0, [], learning_rate(run.step, cfg)
+        norms, numbers = [], {"loss": 0.0, "lr": learning_rate(run.step, cfg)}
         with clock("train"):
-            for rows in updates:
+            for i, rows in enumerate(updates):
                 update = batch.select(rows).weighted(algo.axes.aggregation, run.limit)  # weight [B, T]
-                if not norms:  # the first update: nothing has moved, so the policy itself is π_prox
-                    update = replace(update, logp_prox=None)
+                update = replace(update, done=i / len(updates))  # 0: nothing has moved, the policy itself is π_prox
                 for micro in update.split(cfg.tokens_per_micro_batch):  # never cuts a row
-                    logp = policy(micro)
-                    micro_loss = (micro.weight * algo.loss(logp, micro)).sum()  # per token [b, T], then the sum
-                    micro_loss.backward()
-                    trained[micro.row, : logp.shape[1]] = logp.detach()
-                    loss += micro_loss.item()
-                norms.append(clip_and_step(policy, run.optimizer, lr, cfg.max_grad_norm))
-        run.record(groups, batch, trained, loss, lr, norms)  # publish, log, evaluate, save
+                    out = policy(micro, run.needs)
+                    loss = (micro.weight * algo.loss(out, micro)).sum()  # per token [b, T], then the sum
+                    loss.backward()
+                    trained[micro.row, : micro.ids.shape[1]] = out.logp.detach()
+                    numbers["loss"] += loss.item()
+                if algo.natural:
+                    norms.append(natural_step(policy, update, algo, cfg.tokens_per_micro_batch))
+                else:
+                    norms.append(clip_and_step(policy, run.optimizer, numbers["lr"], cfg.max_grad_norm))
+        run.record(groups, batch, trained, norms, numbers)  # publish, log, evaluate, save
     run.finish()
 
 

@@ -3,6 +3,7 @@
     runs/NAME/checkpoints/step-N/
         model.safetensors, config.json, generation_config.json and the tokenizer's files: opens with from_pretrained
         optimizer.safetensors   AdamW's state: "PARAMETER/exp_avg", "PARAMETER/exp_avg_sq", "PARAMETER/step"
+        critic.model.safetensors, critic.optimizer.safetensors    the same of a critic, where there is one
         state.json              step, score, what the caller wants back, the size of every other file; written last
 
 A checkpoint is written under another name, forced to disk and then renamed: a kill at any moment leaves the one before
@@ -24,8 +25,9 @@ import platform
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 import transformers
@@ -33,10 +35,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from nanorl.algorithms import Axes
+from nanorl.axes import Axes
 from nanorl.config import Config, Refused, command
 
 WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+class Part(NamedTuple):
+    """Something that is trained, and what trains it. The first part of a run is its `transformers` model, prefix ""."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    prefix: str = ""  # of its files' names
 
 
 def standing(cfg: Config) -> Path:
@@ -52,9 +62,9 @@ def refuse_used(cfg: Config) -> None:
         raise Refused(f"--out {cfg.out}: in use; go on with --resume {cfg.out}, or choose another name")
 
 
-def refuse_full(cfg: Config, model: nn.Module) -> None:
+def refuse_full(cfg: Config, *modules: nn.Module) -> None:
     """Raise Refused if the disk has no room for a run: three checkpoints, the best, one being written, the logs."""
-    space, free = 5 * need(model) + (64 << 20), shutil.disk_usage(standing(cfg)).free
+    space, free = 5 * need(*modules) + (64 << 20), shutil.disk_usage(standing(cfg)).free
     if free < space:
         raise Refused(f"--out {cfg.resume or cfg.out or 'runs'}: a run needs about {space / 1e9:.1f} GB there and "
                       f"{free / 1e9:.1f} are free; choose another disk")
@@ -97,8 +107,8 @@ def write_settings(folder: Path, script: str, name: str, cfg: Config, axes: Axes
     os.replace(temporary, folder / "config.json")
 
 
-def save(run: Path, step: int, model, tokenizer, optimizer, state: dict, score: float | None, keep: int = 3) -> Path:
-    """Write checkpoints/step-N, prune the others (`prune`), and return the folder. `state` is JSON; floats stay exact.
+def save(run: Path, step: int, parts: Sequence[Part], tokenizer, state: dict, score: float | None, keep: int = 3) -> Path:
+    """Write checkpoints/step-N, `prune` the others, and return the folder. `state` is JSON; floats stay exact.
 
     A whole checkpoint of the same step stays and only its state and score are renewed: resume is exact, so a step has
     one set of weights, and replacing a folder leaves a moment without it. A score of None does not erase a score.
@@ -115,15 +125,18 @@ def save(run: Path, step: int, model, tokenizer, optimizer, state: dict, score: 
         (final / f".{STATE}").write_text(json.dumps(record))
         swap(final / f".{STATE}", final / STATE)
     else:
-        if (free := shutil.disk_usage(folder).free) < need(model):
-            raise Refused(f"{folder}: a checkpoint takes about {need(model):,} bytes and {free:,} are free; make room "
+        if (free := shutil.disk_usage(folder).free) < (wanted := need(*(part.module for part in parts))):
+            raise Refused(f"{folder}: a checkpoint takes about {wanted:,} bytes and {free:,} are free; make room "
                           "and go on with --resume, or start with --out on another disk")
         # One file whatever its size, under the module's own names, so that restore needs no map of them.
-        model.save_pretrained(writing, max_shard_size=10**18, save_original_format=False)
+        parts[0].module.save_pretrained(writing, max_shard_size=10**18, save_original_format=False)
         tokenizer.save_pretrained(writing)
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        save_file({f"{names[parameter]}/{key}": value.contiguous() for parameter, values in optimizer.state.items()
-                   for key, value in values.items()}, writing / MOMENTS)  # fmt: skip
+        for module, optimizer, prefix in parts:
+            if prefix:
+                save_file(module.state_dict(), writing / f"{prefix}{WEIGHTS}")
+            names = {parameter: name for name, parameter in module.named_parameters()}
+            save_file({f"{names[parameter]}/{key}": value.contiguous() for parameter, values in optimizer.state.items()
+                       for key, value in values.items()}, writing / f"{prefix}{MOMENTS}")  # fmt: skip
         files = {str(file.relative_to(writing)): file.stat().st_size for file in writing.rglob("*") if file.is_file()}
         (writing / STATE).write_text(json.dumps({"step": step, "score": score, "state": state, "files": files}))
         for path in (*writing.rglob("*"), writing):
@@ -144,9 +157,9 @@ def prune(run: Path, just: Path, keep: int) -> None:
             shutil.rmtree(path)
 
 
-def need(model: nn.Module) -> int:
+def need(*modules: nn.Module) -> int:
     """Bytes that one checkpoint takes, about: each parameter and its two moments."""
-    return 3 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return 3 * sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
 
 
 def steps(run: Path) -> list[Path]:
@@ -193,45 +206,64 @@ def best(run: Path) -> Path | None:
 
 
 @torch.no_grad()
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Put the weights and the optimizer's moments back, bitwise, and return the saved `state`.
+def restore(path: Path, parts: Sequence[Part]) -> dict:
+    """Put the weights and the optimizers' moments of all parts back, bitwise, and return the saved `state`.
 
     Everything is checked before anything is written. Raises Refused, naming file and parameter, where the checkpoint
     is not whole, a weight is missing, left over or of another shape or dtype, or the optimizer trains something else.
     """
     if (wrong := broken(path)) is not None:
         raise Refused(f"{path}: {wrong}; take another checkpoint of the run")
+    found = [(part, placed(path, part), moments(path, part)) for part in parts]
+    for part, pairs, state in found:
+        for tensor, value in pairs:
+            tensor.copy_(value)
+        part.optimizer.load_state_dict({"state": state, "param_groups": part.optimizer.state_dict()["param_groups"]})
+    return read(path)["state"]
+
+
+def tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, by name. Raises Refused."""
+    if not file.is_file():
+        raise Refused(f"{file}: missing; take a checkpoint of a run with the same parts")
     try:
-        weights, moments = load_file(path / WEIGHTS), load_file(path / MOMENTS)
+        return load_file(file)
     except SafetensorError as error:
-        raise Refused(f"{path}: damaged ({error}); delete it, and --resume takes the one before") from None
+        raise Refused(f"{file.parent}: damaged ({error}); delete it, and --resume takes the one before") from None
+
+
+def placed(path: Path, part: Part) -> list[tuple[Tensor, Tensor]]:
+    """Each weight of the part with its saved value. Raises Refused where they do not fit one to one."""
+    file = path / f"{part.prefix}{WEIGHTS}"
+    weights, pairs = tensors(file), []
     aliases: dict[Tensor, list[str]] = {}  # tied weights are one tensor of several names, saved under one of them
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in part.module.state_dict(keep_vars=True).items():
         aliases.setdefault(tensor, []).append(name)
-    pairs = []
     for tensor, names in aliases.items():
         name = next((name for name in names if name in weights), names[0])
         value = weights.pop(name, None)
         if value is None or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
             found = "missing" if value is None else f"{value.dtype} {tuple(value.shape)}"
-            raise Refused(f"{path / WEIGHTS}: {name} is {found}, the model's is {tensor.dtype} {tuple(tensor.shape)}; "
+            raise Refused(f"{file}: {name} is {found}, the model's is {tensor.dtype} {tuple(tensor.shape)}; "
                           "use the model that wrote it")
         pairs.append((tensor, value))
     for name in weights:
-        raise Refused(f"{path / WEIGHTS}: {name} has no place of its own in this model; use the model that wrote it")
+        raise Refused(f"{file}: {name} has no place of its own in this model; use the model that wrote it")
+    return pairs
 
-    name_of = {parameter: name for name, parameter in model.named_parameters()}
-    trained = [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, Tensor]] = {}  # by place in the groups, as optimizers number their parameters
-    for entry, value in moments.items():
+
+def moments(path: Path, part: Part) -> dict[int, dict[str, Tensor]]:
+    """The optimizer's state, by a parameter's place in its groups, as optimizers number them. Raises Refused."""
+    file = path / f"{part.prefix}{MOMENTS}"
+    name_of = {parameter: name for name, parameter in part.module.named_parameters()}
+    trained = [name_of[parameter] for group in part.optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Tensor]] = {}
+    for entry, value in tensors(file).items():
         name, _, key = entry.rpartition("/")
         if name not in trained:
-            raise Refused(f"{path / MOMENTS}: {name} is not trained by this optimizer; train what the run trained")
+            raise Refused(f"{file}: {name} is not trained by this optimizer; train what the run trained")
         state.setdefault(trained.index(name), {})[key] = value.clone()  # load_file only maps the file
-    for tensor, value in pairs:
-        tensor.copy_(value)
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return read(path)["state"]
+    return state
 
 
 def swap(temporary: Path, path: Path) -> None:

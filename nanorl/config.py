@@ -1,7 +1,7 @@
 """What can be set? The flags of a run, parsed and checked before torch is imported (importing it takes seconds).
 
 `Config` is the job: what is asked, how much, how it is optimised, where it goes. The axes of an algorithm (`Axes` in
-`algorithms.py`: clip, KL, normalisation) are a second group, shown by `python train_grpo.py NAME --help`.
+`axes.py`: clip, KL, normalisation) are a second group, shown by `python train_grpo.py NAME --help`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from nanorl.algorithms import ALGORITHMS, Axes
+from nanorl.algorithms import ALGORITHMS, chosen
+from nanorl.axes import FOREIGN, Axes, differences, doubts, flat, rebuilt
 from nanorl.reward import REWARDS
 
 
@@ -32,7 +33,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Config:
-    """Reinforcement learning for language models. The first word names an algorithm: grpo (default), dr_grpo, rloo."""
+    """Reinforcement learning for language models. The first word names an algorithm (python -m nanorl.algorithms)."""
 
     # the job
     task: Literal["arithmetic", "gsm8k", "jsonl"] = "arithmetic"
@@ -124,24 +125,8 @@ class Config:
 class Whole(Config):
     """The job and the axes of the algorithm; the flags of both."""
 
-    axes: Axes = field(default_factory=Axes)
+    axes: Annotated[Axes, tyro.conf.arg(name="")] = field(default_factory=Axes)
     """what sets the algorithm apart"""
-
-
-FOREIGN = {  # names that people bring from AReaL and TRL
-    "kl-ctl": "--kl-weight", "beta": "--kl-weight", "kl-coef": "--kl-weight", "init-kl-coef": "--kl-weight",
-    "num-generations": "--samples-per-prompt", "n-samples": "--samples-per-prompt", "learning-rate": "--lr",
-    "group-size": "--samples-per-prompt", "max-completion-length": "--max-new-tokens", "max-steps": "--steps",
-    "per-device-train-batch-size": "--tokens-per-micro-batch", "max-tokens-per-mb": "--tokens-per-micro-batch",
-    "gradient-accumulation-steps": "--tokens-per-micro-batch", "train-batch-size": "--prompts-per-step",
-    "batch-size": "--prompts-per-step", "num-iterations": "--epochs-per-batch", "epsilon": "--eps-low",
-    "ppo-n-minibatches": "--updates-per-batch", "eps-clip": "--eps-low", "epsilon-high": "--eps-high",
-    "eps-clip-higher": "--eps-high", "loss-type": "--aggregation", "total-train-steps": "--steps",
-    "gradient-clipping": "--max-grad-norm", "output-dir": "--out", "resume-from-checkpoint": "--resume",
-    "model-name-or-path": "--model", "save-steps": "--save-every", "eval-steps": "--eval-every",
-    "warmup-ratio": "--warmup-steps", "lr-scheduler-type": "--lr-schedule", "reward-funcs": "--reward",
-    "dataset-name": "--data",
-}  # fmt: skip
 
 
 def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axes]:
@@ -153,17 +138,20 @@ def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axe
     if named:
         name, rest = argv[0], argv[1:]
         if name not in ALGORITHMS:
-            near = difflib.get_close_matches(name, ALGORITHMS, 1)
-            raise Refused(f"{name}: no such algorithm; {f'did you mean {near[0]}?' if near else 'there are'} "
+            near = " or ".join(difflib.get_close_matches(name, ALGORITHMS, 3))
+            raise Refused(f"{name}: no such algorithm; {f'did you mean {near}?' if near else 'there are'} "
                           f"({', '.join(ALGORITHMS)})")
     for word in rest:
         flag = word.split("=")[0].lstrip("-").replace("_", "-")
         if word.startswith("--") and flag in FOREIGN:
             raise Refused(f"--{flag}: that is another library's name; here it is {FOREIGN[flag]}")
-    settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    if ALGORITHMS[name].critic != ALGORITHMS[default_name].critic:
+        other = "ppo" if ALGORITHMS[name].critic else "grpo"
+        raise Refused(f"{name}: it has {'a' if other == 'ppo' else 'no'} critic; python train_{other}.py {name}")
+    settings = (tyro.conf.FlagCreatePairsOff,)
     if ("-h" in rest or "--help" in rest) and not named:
         tyro.cli(Config, args=["--help"], prog=Path(sys.argv[0]).name, config=settings)
-    default = Whole(axes=ALGORITHMS[name].axes)
+    default = Whole(axes=ALGORITHMS[name].axes, **ALGORITHMS[name].job)
     folder = resume_folder(rest)
     if folder is not None:
         asked, (name, default) = name, read_saved(folder)
@@ -206,7 +194,7 @@ def read_saved(folder: Path) -> tuple[str, Whole]:
         job = saved["config"] | {"stop": tuple(saved["config"].get("stop", ())), "out": None}  # JSON has no tuples
         if saved["algorithm"] not in ALGORITHMS:
             raise KeyError(f"algorithm {saved['algorithm']}")
-        return saved["algorithm"], Whole(**job, axes=Axes(**saved["axes"]))
+        return saved["algorithm"], Whole(**job, axes=rebuilt(saved["axes"]))
     except ValueError as error:
         raise Refused(f"{path}: not JSON ({error}); restore it or start a new run") from None
     except (KeyError, TypeError, AttributeError) as error:
@@ -245,7 +233,7 @@ def check(name: str, cfg: Config, axes: Axes) -> None:
         raise Refused(f"--task {cfg.task} needs --model DIR: the tiny model only knows arithmetic")
     if cfg.resume and cfg.out and Path(cfg.out) != Path(cfg.resume):
         raise Refused(f"--out {cfg.out}: a resumed run stays in its folder, {cfg.resume}")
-    ALGORITHMS[name].refuse(cfg, axes, Refused)
+    chosen(name, axes).refuse(cfg, ALGORITHMS[name].axes, Refused)
 
 
 def divisors_near(total: int, wanted: int) -> str:
@@ -267,28 +255,28 @@ def dashed(name: str) -> str:
 def command(script: str, name: str, cfg: Config, axes: Axes) -> str:
     """The one command that makes this run again, with what differs from the defaults."""
     words = ["python", script, name]
-    usual = resolved(Config(task=cfg.task, digits=cfg.digits))
+    usual = resolved(Config(**{"task": cfg.task, "digits": cfg.digits, **ALGORITHMS[name].job}))
     usual = dataclasses.replace(usual, task=Config.task, digits=Config.digits)
-    for settings, default in ((cfg, usual), (axes, ALGORITHMS[name].axes)):
-        for f in dataclasses.fields(settings):
-            value = getattr(settings, f.name)
-            if value == getattr(default, f.name) or f.name in ("resume", "dry_run", "out"):
-                continue
-            if value is True:
-                words.append(dashed(f.name))
-            elif isinstance(value, str) and value.startswith("-"):  # else it would read as a flag
-                words.append(f"{dashed(f.name)}={value}")
-            else:
-                words += [dashed(f.name), *map(str, value if isinstance(value, tuple) else [value])]
+    asked = [(f, value) for (f, value), pair in zip(flat(cfg), flat(usual)) if (f, value) != pair]
+    for f, value in asked + differences(axes, ALGORITHMS[name].axes):
+        if f in ("resume", "dry_run", "out"):
+            continue
+        if isinstance(value, bool):
+            words.append(dashed(f if value else ".".join((*f.split(".")[:-1], f"no_{f.split('.')[-1]}"))))
+        elif isinstance(value, str) and value.startswith("-"):  # else it would read as a flag
+            words.append(f"{dashed(f)}={value}")
+        else:
+            words += [dashed(f), *map(str, value if isinstance(value, tuple) else [value])]
     return shlex.join(words)
 
 
 def describe(script: str, name: str, cfg: Config, axes: Axes) -> str:
-    """Every setting, the counts that follow from them and the command, as printed at the start of a run."""
-    updates = cfg.updates_per_batch * cfg.epochs_per_batch
-    pairs = [f"{f.name}={getattr(s, f.name)!r}".replace(" ", "\0") for s in (cfg, axes) for f in dataclasses.fields(s)]
+    """Every setting, the counts that follow from them, doubts and the command, as printed at the start of a run."""
+    updates, unused = cfg.updates_per_batch * cfg.epochs_per_batch, chosen(name, axes).unused()
+    pairs = [f"{f}={value!r}".replace(" ", "\0") for f, value in flat(cfg) + flat(axes) if f.split(".")[0] not in unused]
     settings = textwrap.fill("  ".join(pairs), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return (f"{ALGORITHMS[name].says}\n{settings}\n".replace("\0", " ")
             + f"{cfg.samples_per_step} samples = {cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}; "
             + f"{updates} update{'s' * (updates > 1)} a step; {cfg.steps} steps\n"
+            + "".join(f"doubtful: {doubt}\n" for doubt in doubts(axes))
             + f"again: {command(script, name, cfg, axes)}")

@@ -1,8 +1,8 @@
 """What is happening? Numbers on the console, numbers and samples in files, pictures in TensorBoard.
 
-`log(name, value)` is how a user adds a number of their own, from a reward, an episode or a loss. `step_metrics` is
-what a step says about itself, a pure function of its batch. `Monitor` shows and writes both; `notes/metrics.md`
-explains each name. No torch until a `Monitor` is made: a user's reward file imports `log`, and runs without torch.
+`log(name, value)` is how a user adds a number of their own, from a reward, an episode or a loss. `Monitor` shows and
+writes them beside what a step says about itself (`metrics.py`); `notes/metrics.md` explains each name. No torch until a
+`Monitor` is made: a user's reward file imports `log`, and runs without torch.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from nanorl import advantage as A
-from nanorl import loss as L
 from nanorl.config import STARTED, Refused
+from nanorl.metrics import average, finite, trained_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nanorl.objective import Algorithm
     from nanorl.sample import Batch, Group
 
 WALL_CLOCK = ("seconds", "tokens_per_second")  # keys that begin so are times: the only ones a repeated run may change
 KEYS = frozenset("""step seconds tokens_per_second samples tokens trained_rows loss grad_norm skipped lr
     reward reward/std reward/group_std contrast adv/mean adv/std lag/mean lag/max ratio/mean ratio/max
-    clip clip/low clip/high kl/prox kl/ref mismatch/mean mismatch/max entropy repeat/token
-    length/mean length/max truncated""".split())  # beside these: seconds/…, eval/… and the user's own
+    clip clip/low clip/high clip/dual kl/prox kl/ref mismatch/mean mismatch/max entropy repeat/token
+    correction/mean correction/max correction/masked m2/dropped value/loss value/lr value/grad_norm value/mean
+    value/explained length/mean length/max truncated""".split())  # beside these: seconds/…, eval/… and the user's own
 EVERY, FLAT = 20, 5  # lines between two headers on the console; steps without contrast before a warning
 
 _outside: list[tuple[str, float]] = []  # logged outside of any sample since the last step was written
@@ -63,84 +64,13 @@ def own(name: str) -> bool:
     return name not in KEYS and not name.startswith((*WALL_CLOCK, "eval/"))
 
 
-def average(notes: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The mean of each name over the values that are finite, and NAME/abstained, the count of others, if there are.
-
-    >>> average([("style", 0.5), ("style", float("nan")), ("style", 1.0)])
-    {'style': 0.75, 'style/abstained': 1}
-    """
-    values, means = {}, {}
-    for name, value in notes:
-        values.setdefault(name, []).append(value)
-    for name, logged in values.items():
-        given = [value for value in logged if math.isfinite(value)]
-        if given:
-            means[name] = math.fsum(given) / len(given)
-        if len(given) < len(logged):
-            means[f"{name}/abstained"] = len(logged) - len(given)
-    return means
-
-
-def trained_ratio(batch: Batch, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens that were trained [B, T]; log π_prox [B, T], π_θ's own where the batch has none; their ratio r [N]."""
-    trained = batch.mask & logp.isfinite() & (batch.mask if batch.keep is None else batch.keep)
-    prox = logp if batch.logp_prox is None else logp.where(batch.logp_prox.isnan(), batch.logp_prox)
-    return trained, prox, L.log_ratio(logp, prox, trained)[trained].exp()
-
-
-def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, version: int,
-                 eps_low: float, eps_high: float) -> dict[str, float]:  # fmt: skip
-    """What a step says about itself, by the names of notes/metrics.md; what is undefined or not finite is left out.
-
-    batch: after `credit`. logp [B, T]: log π_θ of each token when it was trained, NaN in rows without a forward pass.
-    version: the trainer's when it trained. groups: for the users' numbers. Nothing off the mask is looked at.
-    """
-    def mean(x: Tensor) -> float:
-        return float(x.cpu().double().mean())  # NaN over nothing
-
-    def std(x: Tensor) -> float:
-        return float(x.cpu().double().std()) if len(x) > 1 else math.nan
-
-    def mean_max(name: str, x: Tensor) -> dict[str, float]:
-        return {f"{name}/mean": mean(x), f"{name}/max": float(x.max()) if len(x) else math.nan}
-
-    mask, reward, group = batch.mask, batch.reward.cpu().double(), batch.group.cpu()
-    trained, prox, ratio = trained_ratio(batch, logp)
-    adv = batch.adv[trained]
-    low, high = mean((adv < 0) & (ratio < 1 - eps_low)), mean((adv > 0) & (ratio > 1 + eps_high))
-    share = 1 / A.group_size(reward, group)  # [B] adds up to 1 in a group, so that every group counts alike
-    first = batch.version.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]  # argmax: where the first True stands
-    tokens, counts = mask.sum(1), batch.ids[mask].unique(return_counts=True)[1]
-    metrics = {
-        "reward": mean(reward), "reward/std": std(reward),
-        "reward/group_std": float((share * A.group_std(reward, group)).sum() / share.sum()),
-        "contrast": float((share * ~A.constant(reward, group)).sum() / share.sum()),
-        "adv/mean": mean(batch.adv[mask]), "adv/std": std(batch.adv[mask]),
-        **mean_max("lag", (version - first)[tokens > 0]), **mean_max("ratio", ratio),
-        "clip": low + high, "clip/low": low, "clip/high": high,
-        "kl/prox": mean(L.kl(prox, logp, trained)[trained]),  # samples of π_prox: KL(π_prox‖π_θ), E[r − 1 − log r]
-        **mean_max("mismatch", (prox - batch.logp_behave)[trained].abs()),
-        "entropy": -mean(batch.logp_behave[mask]),
-        "repeat/token": int(counts.max()) / int(counts.sum()) if len(counts) else math.nan,
-        **mean_max("length", tokens), "truncated": mean(batch.truncated),
-        "samples": len(batch), "tokens": int(tokens.sum()), "trained_rows": mean((mask & logp.isfinite()).any(1)),
-    }  # fmt: skip
-    if batch.logp_ref is not None:
-        metrics["kl/ref"] = mean(L.kl(logp, batch.logp_ref, trained)[trained])
-    return finite({**metrics, **average(n for g in groups for s in g.samples if s.train for n in s.notes)})
-
-
-def finite(metrics: dict[str, float]) -> dict[str, float]:
-    """Without the values that are NaN or infinite, which neither JSON nor a chart can hold."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
 COLUMNS = (  # title, width, key in metrics.jsonl, format; what a person looks at
     ("reward", 8, "reward", ".3f"), ("pass@1", 8, "eval/pass@1", ".3f"), ("contrast", 10, "contrast", ".0%"),
     ("grad", 7, "grad_norm", ".2f"), ("lag", 5, "lag/max", ".0f"), ("ratio", 7, "ratio/max", ".3f"),
     ("clip", 7, "clip", ".1%"), ("entropy", 9, "entropy", ".3f"), ("length", 8, "length/mean", ".1f"),
     ("cut", 6, "truncated", ".0%"), ("tok/s", 8, "tokens_per_second", ",.0f"),
 )  # fmt: skip
+BESIDE = ("value/explained",)  # shown after the columns where there is one
 LEGEND = "(pass@1: held out, the last; grad: gradient norm; lag, ratio: largest; cut: answers; see notes/metrics.md)"
 
 
@@ -193,12 +123,12 @@ class Monitor:
         left = (time.monotonic() - self.began) / (step - self.start_step) * (self.steps - step)
         shown = finite({"eval/pass@1": self.pass_1, **metrics})
         cells = (f"{shown[key]:{form}}".rjust(w) if key in shown else "–".rjust(w) for _, w, key, form in COLUMNS)
-        notes = "".join(f"  {name} {value:.3g}" for name, value in shown.items() if own(name))
+        notes = "".join(f"  {name} {value:.3g}" for name, value in shown.items() if own(name) or name in BESIDE)
         print(f"{step}/{self.steps}".rjust(width) + span(left).rjust(8) + "".join(cells) + notes, flush=True)
 
     def warn(self, metrics: dict[str, float]) -> None:
         """One line for each thing that is wrong, when it begins and not again until it has ended."""
-        self.flat = self.flat + 1 if metrics.get("contrast") == 0 else 0
+        self.flat = self.flat + 1 if metrics.get("contrast") == 0 == metrics.get("adv/std", 0) else 0
         wrong = {
             f"no group had contrast for {FLAT} steps, and equal rewards teach nothing; look at reward and problems":
                 self.flat >= FLAT,
@@ -230,10 +160,10 @@ class Monitor:
         print(f"a sample of step {step}, prompt {group.prompt.number}:{text}", flush=True)
         self.board.add_text("sample", text, step)
 
-    def histograms(self, step: int, batch: Batch, logp: Tensor) -> None:
+    def histograms(self, step: int, batch: Batch, logp: Tensor, algo: Algorithm) -> None:
         """Draw reward and length of rows, advantage and ratio of tokens; arguments as in `step_metrics`."""
         drawn = {"reward": batch.reward, "length": batch.mask.sum(1), "adv": batch.adv[batch.mask],
-                 "ratio": trained_ratio(batch, logp)[2]}  # fmt: skip
+                 "ratio": trained_ratio(batch, logp, algo)[2]}  # fmt: skip
         for name, values in drawn.items():
             if values.isfinite().any():  # TensorBoard takes neither NaN nor nothing
                 self.board.add_histogram(f"histogram/{name}", values[values.isfinite()], step)

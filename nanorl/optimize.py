@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import nn
 
 from nanorl.config import Config
-from nanorl.policy import Policy
 
 
-def adamw(policy: Policy, cfg: Config) -> torch.optim.AdamW:
+def adamw(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
     """AdamW with moments in float32, like the weights (bfloat16 moments round small updates away).
 
     Weight decay acts on matrices alone: decaying a norm's scale only changes the learning rate.
     """
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if p.dim() >= 2], "weight_decay": cfg.weight_decay},
               {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=1e-8)
@@ -36,13 +36,13 @@ def learning_rate(step: int, cfg: Config) -> float:
     return cfg.lr
 
 
-def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float) -> float:
+def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float) -> float:
     """One optimizer step along the gradient, shortened to max_grad_norm; returns its norm before that.
 
     No step where there is no gradient (no group had contrast) or where it is not finite: one bad batch must not
     write NaN into every weight. The caller counts those.
     """
-    trained = [p for p in policy.model.parameters() if p.grad is not None]
+    trained = [p for p in model.parameters() if p.grad is not None]
     norm = float(torch.nn.utils.clip_grad_norm_(trained, max_grad_norm)) if trained else 0.0
     if trained and math.isfinite(norm):
         for group in optimizer.param_groups:

@@ -20,8 +20,12 @@ import torch
 
 from nanorl import algorithms, checkpoint, config, engine, evaluate, optimize, policy, reward, rollout, tasks, tiny
 from nanorl.buffer import Buffer, Stopped
+from nanorl.axes import Axes
 from nanorl.config import Config, Refused
-from nanorl.monitor import Monitor, average, step_metrics, text_progress
+from nanorl.critic import Critic
+from nanorl.memory import dry_run
+from nanorl.metrics import average, step_metrics
+from nanorl.monitor import Monitor, text_progress
 from nanorl.sample import Batch, Group, Prompt
 
 TIMEOUT = 1800.0  # seconds without a single finished group, after which something is stuck
@@ -65,14 +69,14 @@ class Clock:
 class Run:
     """The parts of a run and what it does around its steps: evaluate, save, finish."""
 
-    def __init__(self, script: str, name: str, cfg: Config, axes: algorithms.Axes):
+    def __init__(self, script: str, name: str, cfg: Config, axes: Axes):
         self.script, self.name, self.cfg = Path(script).name, name, cfg
         self.algo = algorithms.chosen(name, axes)
-        self.needs = self.algo.needs(cfg, axes)
+        self.needs = self.algo.needs(cfg)
         self.limit = self.algo.limit(cfg)
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
         self.folder = Path(cfg.resume) if cfg.resume else None
-        self.rollout = self.monitor = self.lock = self.ref = None  # opened last
+        self.rollout = self.monitor = self.lock = self.ref = self.critic = None  # opened last
         self.last = checkpoint.latest(self.folder) if cfg.resume else None
         self.step, self.not_finite, self.stop, self.clock = 0, 0, Stop(), Clock()
         self.evaluation: dict[str, float] = {}  # the last one's results
@@ -81,18 +85,22 @@ class Run:
 
         checkpoint.refuse_used(cfg)
         self.task = tasks.load(cfg)
-        fresh = self.last is None or "logp_ref" in self.needs  # else the checkpoint has all that is needed
+        start_is_ref = "logp_ref" in self.needs and axes.ref_model is None
+        fresh = self.last is None or start_is_ref  # else the checkpoint has all that is needed
         self.start = cfg.model or (self.warm_start() if fresh else str(self.last))
         model, self.tokenizer = policy.load(str(self.last or self.start), self.device)
-        dtype = getattr(torch, cfg.dtype)
-        self.policy = policy.Policy(model, cfg.temperature, dtype)
+        self.policy = policy.Policy(model, cfg.temperature, getattr(torch, cfg.dtype))
+        self.own_critic = self.algo.critic and axes.critic.trunk == "own"
+        self.saved = (model,) * (1 + self.own_critic)  # whose sizes a checkpoint has; a critic's head is small
+        if "logp_ref" in self.needs and not cfg.eval_only:  # the start weights, also after a resume
+            self.ref = policy.frozen(axes.ref_model or str(self.start), self.policy)
         self.end = policy.end_tokens(model, self.tokenizer)
         tasks.check_lengths(self.task, self.tokenizer, cfg, policy.room(model))
         if max(self.prompt(0).ids + tuple(self.end)) >= (known := model.get_input_embeddings().weight.shape[0]):
             raise Refused(f"--model {self.start}: the tokenizer has ids above the model's {known}; they do not fit")
         policy.check_scores(self.policy, torch.tensor([self.prompt(0).ids + (min(self.end),)], device=self.device))
         if not cfg.eval_only:
-            checkpoint.refuse_full(cfg, model)
+            checkpoint.refuse_full(cfg, *self.saved)
         self.engine = engine.LocalEngine(self.policy, self.tokenizer)
         self.score = partial(reward.score, self.task.reward)
 
@@ -111,13 +119,19 @@ class Run:
 
     def open(self) -> None:
         """Make or reopen the folder, restore the last checkpoint, start the thread that samples. Raises Refused."""
-        cfg = self.cfg
+        cfg, axes = self.cfg, self.algo.axes
         self.optimizer = optimize.adamw(self.policy, cfg)
+        parts = [checkpoint.Part(self.policy.model, self.optimizer)]
+        if self.algo.critic:
+            self.critic = Critic(self.policy, axes.critic.trunk)
+            self.critic_optimizer = optimize.adamw(self.critic, cfg)
+            parts.append(checkpoint.Part(self.critic, self.critic_optimizer, "critic."))
+        self.parts = parts
         if self.folder is None:
             self.folder = checkpoint.new_folder(cfg, self.name)
         self.lock = checkpoint.locked(self.folder)
         if self.last is not None:
-            state = checkpoint.restore(self.last, self.policy.model, self.optimizer)
+            state = checkpoint.restore(self.last, self.parts)
             self.step, self.evaluation, self.before = state["step"], state["evaluation"], state["before"]
             if state["problems"] != tasks.fingerprint(self.task):
                 raise Refused(f"--data {cfg.data}: other problems than at the start; restore it, or start a new run")
@@ -125,9 +139,6 @@ class Run:
                 raise Refused(f"--resume {cfg.resume}: that run is done ({self.step} steps); add --steps {2 * self.step}")
         (self.folder / "summary.json").unlink(missing_ok=True)
         checkpoint.write_settings(self.folder, self.script, self.name, cfg, self.algo.axes)
-        if "logp_ref" in self.needs:  # the start weights, also after a resume
-            self.ref = policy.Policy(policy.load(str(self.start), self.device)[0], cfg.temperature, self.policy.dtype)
-            self.ref.requires_grad_(False)
         self.engine.version = self.step
         self.buffer = Buffer(cfg.prompts_per_step, version=self.step)
         self.monitor = Monitor(self.folder, self.step, cfg.steps)
@@ -142,7 +153,9 @@ class Run:
         """The groups of the next step: start what may start, wait for the oldest."""
         self.rollout.pump()
         try:
-            return self.buffer.take(TIMEOUT, self.stop)
+            groups = self.buffer.take(TIMEOUT, self.stop)
+            self.algo.refuse_samples(groups, Refused)
+            return groups
         except Stopped:
             raise Stopped(f"saved in {self.save()}; go on with --resume {self.folder}") from None
         except FloatingPointError:  # these weights are not worth it
@@ -169,31 +182,32 @@ class Run:
         own = average(note for g in groups for s in g.samples for note in s.notes)
         return results | {f"eval/{name}": value for name, value in own.items()}
 
-    def record(self, groups: list[Group], batch: Batch, trained: torch.Tensor, loss: float, lr: float,
-               norms: list[float]) -> None:  # fmt: skip
+    def record(self, groups: list[Group], batch: Batch, trained: torch.Tensor, norms: list[float],
+               numbers: dict[str, float]) -> None:  # fmt: skip
         """After a step: publish its weights, measure, evaluate and save where that is due, admit the next groups.
 
-        trained [B, T] holds the log-probs as they were when they were trained; norms are the gradient's, one an update.
+        trained [B, T] holds the log-probs as they were when they were trained; norms are the gradient's, one an update;
+        numbers are the loop's own, by the names of notes/metrics.md.
         Raises FloatingPointError after 5 steps without a finite gradient, and for weights that are not finite.
         """
-        axes, skipped = self.algo.axes, sum(not math.isfinite(norm) for norm in norms)
+        skipped = sum(not math.isfinite(norm) for norm in (*norms, numbers.get("value/grad_norm", 0.0)))
         self.step += 1  # the version: completed training steps
         self.engine.pause()
         self.engine.update_weights(self.policy, version=self.step)
         self.engine.resume()
-        metrics = step_metrics(groups, batch, trained, self.step - 1, axes.eps_low, axes.eps_high)
-        metrics |= {"loss": loss, "lr": lr, "grad_norm": max(norms), "skipped": skipped}
+        metrics = step_metrics(groups, batch, trained, self.algo, len(norms))
+        metrics |= {**numbers, "grad_norm": max(norms), "skipped": skipped}
         if self.due(self.cfg.eval_every):
             with self.clock("evaluate"):
                 self.evaluation = self.evaluate(within_step=True)
             metrics |= self.evaluation
         self.monitor.step(self.step, metrics, groups, self.clock.lap())
-        if self.step == 1 and self.algo.has_ratio:
-            self.monitor.explain_first_step(loss)
+        if self.step == 1 and self.algo.has_ratio and not self.algo.axes.adv_norm.on:
+            self.monitor.explain_first_step(numbers["loss"])
         if self.due(5) or self.step == 1:
             self.monitor.show(self.step, groups[self.step % len(groups)])
-            self.monitor.histograms(self.step, batch, trained)
-        self.not_finite = self.not_finite + 1 if skipped == len(norms) else 0
+            self.monitor.histograms(self.step, batch, trained, self.algo)
+        self.not_finite = self.not_finite + 1 if skipped >= len(norms) else 0
         if self.not_finite == 5:
             raise FloatingPointError("5 steps in a row had no finite gradient; the last checkpoint is sound, this is not")
         if self.due(self.cfg.save_every) or self.step == self.cfg.steps:
@@ -202,12 +216,12 @@ class Run:
 
     def save(self) -> Path:
         """A checkpoint of now; resuming from it is exact. Raises FloatingPointError for weights that are not finite."""
-        if not all(weight.isfinite().all() for weight in self.policy.model.parameters()):
+        if not all(weight.isfinite().all() for part in self.parts for weight in part.module.parameters()):
             raise FloatingPointError("weights are not finite, so they are not saved; go back to a checkpoint, lower --lr")
         state = {"step": self.step, "evaluation": self.evaluation, "before": self.before,
                  "problems": tasks.fingerprint(self.task)}  # fmt: skip
         score = self.evaluation.get("eval/pass@1") if self.due(self.cfg.eval_every) else None
-        return checkpoint.save(self.folder, self.step, self.policy.model, self.tokenizer, self.optimizer, state, score)
+        return checkpoint.save(self.folder, self.step, self.parts, self.tokenizer, state, score)
 
     def begin(self) -> None:
         """Evaluate before training has changed anything. A resumed run has done that."""
@@ -236,7 +250,7 @@ class Run:
               f"evaluate      {config.command(self.script, self.name, again, self.algo.axes)}")  # fmt: skip
         if self.cfg.task == "arithmetic":
             print(f"harder        python {self.script} --digits {self.cfg.digits + 1}\n"
-                  f"another way   python {self.script} {'dr_grpo' if self.name != 'dr_grpo' else 'rloo'}")  # fmt: skip
+                  f"another way   python train_grpo.py {'dr_grpo' if self.name != 'dr_grpo' else 'rloo'}")  # fmt: skip
 
     def close(self) -> None:
         """End the thread and close the files, as far as they were opened."""
@@ -246,7 +260,7 @@ class Run:
 
 
 @contextmanager
-def started(script: str, name: str, cfg: Config, axes: algorithms.Axes) -> Iterator[Run | None]:
+def started(script: str, name: str, cfg: Config, axes: Axes) -> Iterator[Run | None]:
     """A run ready to train, or None where the flags ask only to look (--dry-run) or to evaluate (--eval-only)."""
     run = Run(script, name, cfg, axes)
     print(f"{run.task.says}; {run.start} on {run.device}", flush=True)
@@ -270,27 +284,3 @@ def started(script: str, name: str, cfg: Config, axes: algorithms.Axes) -> Itera
             raise Stopped(f"nobody reads the output any more; saved in {run.save()}") from None
         finally:
             run.close()
-
-
-def dry_run(run: Run) -> None:
-    """Show one prompt as the model gets it and what memory the run takes, by arithmetic alone."""
-    prompt, cfg, text = run.prompt(0), run.cfg, run.policy.model.config.get_text_config()
-    print(f"prompt 0, as the model gets it, {len(prompt.ids)} tokens:\n{prompt.text}\n{'-' * 8}")
-    print(f"answer {prompt.answer!r}")
-    weights = sum(p.numel() for p in run.policy.model.parameters())
-    heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    cached = min(cfg.samples_per_step, run.engine.max_rows) * (len(prompt.ids) + cfg.max_new_tokens)  # tokens
-    parts = {
-        "weights, gradients, Adam (float32)": 16 * weights,
-        "reference": 4 * weights * ("logp_ref" in run.needs),
-        "keys and values while sampling": cached * text.num_hidden_layers * heads * width * 8,
-        "activations of a micro-batch": min(cfg.tokens_per_micro_batch, cached) * text.num_hidden_layers
-                                        * text.hidden_size * 80,
-        "logits of a chunk": 4 * 4 * policy.CHUNK,
-    }
-    for what, size in parts.items():
-        print(f"  {what:36} about {size / 1e9:8.2f} GB")
-    parts = {"together": sum(parts.values()), "on disk, a checkpoint": checkpoint.need(run.policy.model)}
-    for what, size in parts.items():
-        print(f"  {what:36} about {size / 1e9:8.2f} GB")

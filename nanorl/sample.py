@@ -102,12 +102,17 @@ class Batch:
     group: Tensor  # [B] id of the group: rows with one id share a prompt, wherever they stand
     finish: Tensor  # [B] index into FINISH
     row: Tensor  # [B] place in the step's batch; it stays with the row through every split
-    logp_prox: Tensor | None = None  # [B, T] the trainer's at the start of the step (None: the current policy is it)
+    logp_prox: Tensor | None = None  # [B, T] the trainer's at the start of the step; None: not measured
     logp_ref: Tensor | None = None  # [B, T] the frozen reference's
+    value: Tensor | None = None  # [B, T] the critic's at the start of the step, V(ids[:, :t])
+    bootstrap: Tensor | None = None  # [B] V of the whole row where it was truncated, 0 elsewhere
     adv: Tensor | None = None  # [B, T] credit
+    returns: Tensor | None = None  # [B, T] what the critic should have said
     keep: Tensor | None = None  # [B, T] bool: False takes a token's loss away and leaves all weights as they are
     weight: Tensor | None = None  # [B, T] what the token's loss counts in its update
     local_mean: bool = False  # bnpo: weights are made anew in every micro-batch
+    step: int = 0  # the trainer's version at the start of the step
+    done: float = 0.0  # share of the step's updates made before this one; 0: the current policy is π_prox
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -183,8 +188,8 @@ def pack(lengths: Sequence[int], tokens: int) -> list[tuple[int, int]]:
     return parts
 
 
-def collate(groups: Sequence[Group]) -> Batch:
-    """Lay the samples of all groups side by side, group after group, padded on the right with zeros.
+def collate(groups: Sequence[Group], step: int = 0) -> Batch:
+    """Lay the samples of all groups side by side, group after group, padded on the right with zeros, for this step.
 
     A group keeps its identity by an id of its own, its place in the step: two groups that ask the same question stay
     two groups, and a group that lost a member is just smaller. Samples marked `train=False` are left out.
@@ -212,4 +217,5 @@ def collate(groups: Sequence[Group]) -> Batch:
         group=torch.tensor([g for g, _ in pairs]),
         finish=torch.tensor([FINISH.index(s.finish) for s in samples]),
         row=torch.arange(len(samples)),
+        step=step,
     )

@@ -1,10 +1,11 @@
-"""The update as a whole: no layout of the batch changes its gradient, each row is its equation, no option is dead."""
+"""The update as a whole: each row is its equation, no layout of the batch changes it, rows become each other."""
 
 import itertools
 import math
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
+from math import fsum
 from typing import get_args, get_type_hints
 
 import pytest
@@ -12,21 +13,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanorl import config
-from nanorl.algorithms import ALGORITHMS, Algorithm, Axes, chosen, credit
-from nanorl.config import Config, Refused
-from nanorl.loss import MODES
+from nanorl import algorithms
+from nanorl.algorithms import ALGORITHMS, chosen
+from nanorl.axes import Axes, Norm
+from nanorl.config import Config
+from nanorl.loss import MODES, weights
+from nanorl.objective import READS, Algorithm, clipped, credit, importance, reinforce, sapo
+from nanorl.policy import Out
 from nanorl.sample import Batch, collate
-from tests import oracles
-from tests.oracles import LIMIT, NAN, assert_same, descend, group, sample, scrambled, world
+from tests import rows
+from tests.worlds import (LIMIT, NAN, Said, Slopes, algorithm, assert_same, changed, descend, group, said, sample,
+                          scrambled, slopes, world)  # fmt: skip
 
-SPLIT_FREE = [mode for mode in MODES if mode != "bnpo"]
-EVERY_WAY = list(itertools.product(ALGORITHMS, MODES))
-
-
-def algorithm(name: str, **axes) -> Algorithm:
-    """The row with some axes changed."""
-    return chosen(name, replace(ALGORITHMS[name].axes, **axes))
+OWN = {name: row.axes.aggregation for name, row in ALGORITHMS.items()}
+WAYS = [(name, mode) for i, name in enumerate(ALGORITHMS) for mode in dict.fromkeys((OWN[name], MODES[i % 8]))]
+SPLIT_FREE = [(name, mode) for name, mode in WAYS if mode != "bnpo"]
+RATIOS = [name for name, row in ALGORITHMS.items() if row.has_ratio]
+KL_FREE = [name for name, row in ALGORITHMS.items() if not row.axes.kl_weight]
+UNWHITENED = {"adv_norm.mean_level": "none", "adv_norm.std_level": "none"}
 
 
 def update(batch: Batch, algo: Algorithm, tokens: int = 10**6):
@@ -39,33 +43,176 @@ def trained(batch: Batch, algo: Algorithm) -> set[int]:
     return {row for micro in batch.weighted(algo.axes.aggregation, LIMIT).split(20) for row in micro.row.tolist()}
 
 
-def slopes(batch: Batch, algo: Algorithm, logp: torch.Tensor, limit: int = LIMIT) -> tuple[float, torch.Tensor]:
-    """Loss and gradient in the log-probs [B, T] of one optimizer step, no model: logp is what a policy would say."""
-    leaf = logp.where(batch.mask, 0.0).requires_grad_()
-    update = credit(batch, algo).weighted(algo.axes.aggregation, limit)
-    per_token = algo.loss(leaf, update)
-    total = (update.weight * per_token).sum()
-    return total.item(), torch.autograd.grad(total, leaf)[0]
+def stale(batch: Batch) -> Batch:
+    """The same batch from a sampler four times as far away: coefficients beyond every bound."""
+    return replace(batch, logp_behave=batch.logp_prox + 4 * (batch.logp_behave - batch.logp_prox))
 
 
-def said(batch: Batch, seed: int = 0) -> torch.Tensor:
-    """Log-probs [B, T] near the batch's π_prox, on both sides of the clip."""
-    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return batch.logp_prox + 0.3 * noise
+def fresh(batch: Batch) -> Batch:
+    """The same batch, sampled by π_prox itself."""
+    return replace(batch, logp_behave=batch.logp_prox)
 
 
-# ---- invariance of the gradient in the model's parameters
+def short(batch: Batch) -> Batch:
+    """The same batch with one sampled token an answer."""
+    return replace(batch, mask=batch.mask & (batch.mask.cumsum(1) == 1))
 
 
-@pytest.mark.parametrize("name, mode", EVERY_WAY)
+def assert_equal(got: Slopes, wanted: Slopes, tolerance: float = 1e-10, loss: bool = True) -> None:
+    """Two updates have the same slope in everything that was said, and the same loss; the slope is not nothing."""
+    assert wanted.logp.norm() > 1e-3
+    for a, b in zip(got[not loss :], wanted[not loss :]):
+        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=tolerance, atol=tolerance / 100)
+
+
+def unmoved(batch: Batch) -> Batch:
+    """The same batch, with nothing earned in the second group."""
+    return replace(batch, rewards=batch.rewards.where(batch.group[:, None] != 1, 0.0))
+
+
+# ---- each row is its equation
+
+
+def equation(batch: Batch, now: Said, terms: list[rows.Term], mode: str, algo: Algorithm, entropy: float = 0.0,
+             gamma: float = 1.0, lam: float = 1.0) -> Slopes:  # fmt: skip
+    """The update by loops: these terms added up, an entropy bonus and the loss of ppo's critic beside them."""
+    loss, slope = rows.added_up(batch, rows.answers(batch, now.logp), terms, mode, LIMIT)
+    weight = weights(mode, batch.mask.double(), batch.group, LIMIT)
+    value, bonus = torch.zeros_like(weight), -entropy * weight
+    losses = [loss, float((bonus * now.entropy.where(batch.mask, 0.0)).sum())]
+    if algo.critic:
+        answers = rows.answers(batch, now.logp)
+        for i, (a, targets) in enumerate(zip(answers, rows.ppo_targets(answers, gamma, lam))):
+            for t, old, target in zip(a.at, a.value, targets):
+                error, pull = rows.critics(float(now.value[i, t]), old, target)
+                losses.append(float(weight[i, t]) * error)
+                value[i, t] = weight[i, t] * pull
+    return Slopes(fsum(losses), torch.tensor(slope, dtype=torch.float64), bonus, value)
+
+
+@pytest.mark.parametrize("seed, done", [(5, 0.5), (6, 0.25), (7, 0.0)])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_row_is_its_equation_in_loss_and_gradient(name, seed, done):
+    """In every mode of aggregation; a sampler far away, π_prox apart from π_θ (at done = 0 it is π_θ), clips at work.
+
+    A row of the table without an equation in rows.py fails.
+    """
+    mode, row = rows.ROWS[name]
+    assert OWN[name] == mode
+    batch = replace(stale(world(seed)), done=done)
+    now = said(batch)
+    batch = batch if done else replace(batch, logp_prox=now.logp)
+    terms = list(row(rows.answers(batch, now.logp)))
+    for mode in MODES:
+        algo = algorithm(name, aggregation=mode)
+        assert_equal(slopes(batch, algo, now), equation(batch, now, terms, mode, algo))
+
+
+def test_the_oracle_stands_at_every_kink():
+    """Each clip cuts some token and leaves some, on each side; so do the bound of π_prox/μ, M2PO's and the critic's."""
+    batch = stale(world(5))
+    now = said(batch)
+    answers = rows.answers(batch, now.logp)
+    for name in ("grpo", "dr_grpo", "liteppo", "dapo", "gspo", "gspo_token", "ppo", "m2po", "decoupled_ppo"):
+        pulls = [slopes[t] for term in rows.ROWS[name][1](answers) for t, (_, slopes) in enumerate(term)]
+        assert any(pulls) and not all(pulls), name
+    coefficients = [c for a in answers for c in rows.stale(a, "token", "mask", high=5.0)]
+    assert any(coefficients) and not all(coefficients)
+    assert ((now.value - batch.value).abs() > 0.5)[batch.mask].float().mean() not in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.9), (0.9, 1.0), (0.8, 0.7), (0.9, 0.0)])
+def test_ppo_is_its_equation_at_every_discount(gamma, lam):
+    algo = algorithm("ppo", gamma=gamma, **{"critic.gae_lambda": lam})
+    batch = world(5)
+    now = said(batch)
+    terms = list(rows.ppo(rows.answers(batch, now.logp), gamma, lam))
+    assert_equal(slopes(batch, algo, now), equation(batch, now, terms, "token-mean", algo, gamma=gamma, lam=lam))
+
+
+@pytest.mark.parametrize("name, least", [("decoupled_ppo", 5.0), ("decoupled_loglinear", 5.0), ("m2po", math.exp(0.2))])
+def test_the_bounds_of_stale_tokens_stand_where_the_rows_have_them(name, least):
+    """π_prox/μ a thousandth below the bound: all tokens count; above: none. M2PO's tokens have moved with A."""
+    batch, now, algo = replace(world(5), done=0.0), said(world(5)), ALGORITHMS[name]
+    sign = ALGORITHMS["grpo"].advantage(batch)[0].sign() if name == "m2po" else 1.0
+    for factor, count in ((1.001, 0), (0.999, int(ALGORITHMS["grpo"].advantage(batch)[0].count_nonzero()))):
+        away = math.log(least) * factor if name == "m2po" else math.log(least * factor)
+        moved = replace(batch, logp_prox=now.logp, logp_behave=now.logp - sign * away)
+        assert slopes(moved, algo, now).logp.count_nonzero() == count
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3+", "rk3"])
+@pytest.mark.parametrize("name", KL_FREE)
+def test_kl_and_entropy_are_added_to_every_row(name, estimator):
+    """β·KL − c·H beside the row's own loss, outside of its clip, its coefficient, its dropped tokens.
+
+    m2po's dropped tokens lose everything: a token that is left out has no loss at all.
+    """
+    algo = algorithm(name, kl_weight=0.3, kl_estimator=estimator, entropy_weight=0.2)
+    batch = stale(world(5)) if name != "m2po" else fresh(world(5))  # nothing stale: nothing left out
+    now = said(batch)
+    answers = rows.answers(batch, now.logp)
+    if name in ("decoupled_loglinear", "m2po"):  # rk3's ratio is to the row's own π_prox, which is not the measured one
+        answers = [a._replace(prox=rows.between(a) if name == "decoupled_loglinear" else a.mu) for a in answers]
+    terms = [rows.plus(term, 0.3, rows.divergence(a, estimator))
+             for a, term in zip(answers, rows.ROWS[name][1](rows.answers(batch, now.logp)))]  # fmt: skip
+    assert_equal(slopes(batch, algo, now), equation(batch, now, terms, OWN[name], algo, entropy=0.2))
+
+
+@pytest.mark.parametrize("level", ["sequence", "joint"])
+@pytest.mark.parametrize("seed", [5, 6, 7])
+def test_a_ratio_of_the_whole_answer_multiplies_its_mean_advantage(seed, level):
+    """All of the answer is kept or clipped at once, also where its tokens have advantages of their own."""
+    algo, batch = algorithm("ppo", ratio_level=level), world(seed)
+    now, terms = said(batch), []
+    now = now._replace(logp=batch.logp_prox + 3 * (now.logp - batch.logp_prox))  # far beyond the clip
+    answers = rows.answers(batch, now.logp)
+    credit = rows.whitened([rows.generalised(rows.less_kl(a, a.earned, 0.1), a.value, 1.0, 1.0) for a in answers])
+    for a, adv in zip(answers, credit):
+        n = max(len(a.at), 1)
+        share = 1 / n if level == "sequence" else 1.0
+        value, slope = rows.clipped(share * fsum(rows.apart(a)), fsum(adv) / n, 0.2, 0.2)
+        terms.append(rows.together((value, slope * share), len(a.at)))
+    assert_equal(slopes(batch, algo, now), equation(batch, now, terms, "token-mean", algo))
+
+
+CORRECTED = [name for name in RATIOS if name != "sapo" and ALGORITHMS[name].axes.prox == "recompute"]
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_the_coefficient_multiplies_the_surrogate_alone(name):
+    """ρ·surrogate + β·KL: the correction does not disappear with another option, and touches nothing else."""
+    batch = stale(world(5))
+    now, in_reward = said(batch), ALGORITHMS[name].axes.kl_in == "reward"
+    answers = rows.answers(batch, now.logp)
+    base = {"decoupled_ppo": rows.grpo, "grpo_deepseekmath": rows.grpo}.get(name, rows.ROWS[name][1])
+    surrogate, kl = list(base(answers)), {} if in_reward else dict(kl_weight=0.3, kl_estimator="k2")
+    for level, kind, low, high in (
+        ("token", "truncate", 0.0, math.inf), ("token", "truncate", 0.5, 2.0), ("token", "mask", 0.5, 2.0),
+        ("sequence", "truncate", 0.5, 1.5), ("sequence", "mask", 0.5, 2.0), ("joint", "truncate", 0.1, 3.0),
+        ("joint", "mask", 0.0, 3.0),
+    ):  # fmt: skip
+        correction = {"kind": kind, "level": level, "low": low, "high": high}
+        algo = algorithm(name, **{f"correction.{axis}": value for axis, value in correction.items()}, **kl)
+        terms = [rows.times(term, rows.stale(a, level, kind, low, high)) for a, term in zip(answers, surrogate)]
+        if not in_reward:
+            terms = [rows.plus(term, 0.3, rows.divergence(a, "k2")) for a, term in zip(answers, terms)]
+        assert_equal(slopes(batch, algo, now), equation(batch, now, terms, OWN[name], algo))
+
+
+# ---- no layout changes the gradient in the model's parameters
+
+
+@pytest.mark.parametrize("name, mode", WAYS)
 def test_padding_and_its_garbage_change_no_gradient(name, mode):
-    """Other tokens and NaN in the padding of ids, log-probs, advantages, and more of it: the same loss and gradient."""
-    algo, seed = algorithm(name, aggregation=mode, kl_weight=0.1), MODES.index(mode)
-    batch = credit(world(seed), algo)
-    assert_same(update(scrambled(batch, columns=3), algo), update(batch, algo))
+    """Other tokens and NaN in the padding of ids, log-probs, values, advantages, and more of it."""
+    algo, seed = algorithm(name, aggregation=mode, entropy_weight=0.1), MODES.index(mode)
+    batch = world(seed)
+    assert_same(update(credit(scrambled(batch, columns=3), algo), algo), update(credit(batch, algo), algo))
+    assert_same(update(scrambled(credit(batch, algo), columns=3), algo), update(credit(batch, algo), algo))
 
 
-@pytest.mark.parametrize("name, mode", EVERY_WAY)
+@pytest.mark.parametrize("name, mode", WAYS)
 def test_the_order_of_rows_and_the_names_of_groups_change_no_gradient(name, mode):
     algo, seed = algorithm(name, aggregation=mode), MODES.index(mode)
     batch = world(seed)
@@ -74,20 +221,26 @@ def test_the_order_of_rows_and_the_names_of_groups_change_no_gradient(name, mode
     assert_same(update(credit(there, algo), algo), update(credit(batch, algo), algo))
 
 
-@pytest.mark.parametrize("name, mode", itertools.product(ALGORITHMS, SPLIT_FREE))
-def test_no_split_into_micro_batches_changes_the_gradient(name, mode):
-    """By token budget, down to one row each, and into parts that no budget would make."""
-    algo, seed = algorithm(name, aggregation=mode, kl_weight=0.1, kl_estimator="k2"), MODES.index(mode)
+@pytest.mark.parametrize("name, mode", SPLIT_FREE)
+def test_no_split_into_micro_batches_or_ranks_changes_the_gradient(name, mode):
+    """By token budget, down to one row each; into parts that no budget would make; among ranks that split their own.
+
+    Ranks add their gradients; the weights are made on all of their rows.
+    """
+    algo, seed = algorithm(name, aggregation=mode, entropy_weight=0.1), MODES.index(mode)
     batch = credit(world(seed), algo)
     whole = update(batch, algo)
     assert_same(update(batch, algo, tokens=20), whole)
     assert_same(update(batch, algo, tokens=1), whole)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-    weighted = batch.weighted(mode, LIMIT)
-    assert_same(descend([weighted.select(rows) for rows in order.split([1, 4, 3])], algo), whole)
+    parts = [batch.weighted(mode, LIMIT).select(rows) for rows in order.split([1, 4, 3])]
+    assert_same(descend(parts, algo), whole)
+    ranks = [list(part.split(tokens)) for part, tokens in zip(parts, (1, 20, 10**6))]
+    (loss, gradient), *others = (descend(rank, algo) for rank in ranks)
+    assert_same((loss + sum(r[0] for r in others), gradient + sum(r[1] for r in others)), whole)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])
 def test_bnpo_is_the_mean_over_micro_batches_of_their_token_means(name):
     """By its definition; so it is the token-mean in one micro-batch, and something else in several."""
     bnpo, mean = algorithm(name, aggregation="bnpo"), algorithm(name, aggregation="token-mean")
@@ -105,27 +258,40 @@ def test_bnpo_is_the_mean_over_micro_batches_of_their_token_means(name):
 
 # ---- rows that contribute nothing
 
+QUIET = [*KL_FREE, "diagnostic"]  # its KL is in the reward: nothing but the surrogate stands in its loss
 
-@pytest.mark.parametrize("name, mode", EVERY_WAY)
-def test_rows_without_advantage_are_left_out_and_the_gradient_does_not_notice(name, mode):
-    algo = algorithm(name, aggregation=mode)
-    batch = credit(world(4), algo)
-    everything = replace(batch, keep=batch.mask)
-    rows, all_rows = trained(batch, algo), trained(everything, algo)
+
+@pytest.mark.parametrize("name", QUIET)
+def test_rows_without_advantage_are_left_out_and_the_gradient_does_not_notice(name):
+    algo, batch = algorithm(name), unmoved(world(4))
+    batch = credit(batch, algo)
+    if name == "diagnostic":  # whitened twice over the batch, no advantage is 0 by itself
+        batch = replace(batch, adv=batch.adv.where(batch.group[:, None] != 1, 0.0))
+        batch = replace(batch, keep=algo.keep(batch))
     silent = {i for i in range(len(batch)) if not batch.adv[i].any()}
-    assert len(silent) >= 3 and (rows == all_rows if mode == "bnpo" else rows == set(range(len(batch))) - silent)
+    everything = replace(batch, keep=batch.keep | (batch.mask & batch.adv.eq(0)))
+    assert len(silent) >= 2 and trained(batch, algo) == set(range(len(batch))) - silent
+    assert trained(everything, algo) == {i for i in range(len(batch)) if batch.mask[i].any()}
     assert_same(update(batch, algo), update(everything, algo))
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_with_a_kl_term_rows_without_advantage_stay_and_matter(name, estimator):
-    algo = algorithm(name, kl_weight=0.1, kl_estimator=estimator)
-    batch = credit(world(4), algo)
+@pytest.mark.parametrize("term", [dict(kl_weight=0.1), dict(entropy_weight=0.1)])
+@pytest.mark.parametrize("name", KL_FREE)
+def test_with_a_kl_or_an_entropy_term_rows_without_advantage_stay_and_matter(name, term):
+    algo = algorithm(name, **term)
+    batch = credit(unmoved(world(4)), algo)
     assert trained(batch, algo) == {i for i in range(len(batch)) if batch.mask[i].any()}
-    without = update(replace(batch, keep=batch.mask & batch.adv.ne(0)), algo)
+    without = update(replace(batch, keep=batch.keep & batch.adv.ne(0)), algo)
     got = update(batch, algo)
     assert (got[1] - without[1]).norm() > 1e-3 * got[1].norm()
+
+
+def test_the_critic_learns_from_rows_without_advantage():
+    """All is as it was expected, and every token is kept all the same."""
+    batch, algo = world(4), algorithm("ppo", kl_weight=0.0, **UNWHITENED)
+    nothing = torch.zeros_like(batch.rewards)
+    batch = credit(replace(batch, rewards=nothing, value=nothing), algo)
+    assert not batch.adv.any() and torch.equal(batch.keep, batch.mask)
 
 
 def test_the_weights_of_the_others_count_the_rows_that_are_left_out():
@@ -133,133 +299,415 @@ def test_the_weights_of_the_others_count_the_rows_that_are_left_out():
 
     def loss(*rewards):
         rows = [group(*(sample((1, 2, 3), (0, 1, 1), r) for r in pair), number=i) for i, pair in enumerate(rewards)]
-        batch = replace(collate(rows), logp_ref=None)
-        return slopes(batch, algorithm("grpo"), torch.zeros(batch.mask.shape))[1][:2]
+        batch = collate(rows)
+        zeros = torch.zeros(batch.mask.shape)
+        return slopes(batch, algorithm("grpo"), Said(zeros, zeros, zeros)).logp[:2]
 
     torch.testing.assert_close(loss((1, 0), (1, 1)), loss((1, 0)) / 2)
     assert loss((1, 0)).any()
 
 
-# ---- oracles of whole rows
+def test_a_token_that_m2po_drops_leaves_the_others_weights():
+    """The loss is divided by what was sampled, not by what is left."""
+    batch, algo = stale(world(5)), algorithm("m2po")
+    now = said(batch)
+    all_of_them = slopes(batch, chosen("m2po", replace(algo.axes, m2_threshold=1e9)), now).logp
+    some = slopes(batch, algo, now).logp
+    assert 0 < some.count_nonzero() < all_of_them.count_nonzero()
+    torch.testing.assert_close(some, all_of_them.where(some != 0, 0.0), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name, mode", EVERY_WAY)
-@pytest.mark.parametrize("kl_weight, estimator", [(0.0, "k3"), (0.3, "k2"), (0.3, "k3")])
-def test_every_row_is_its_equation_in_loss_and_gradient(name, mode, kl_weight, estimator):
-    """The update as loops over floats: advantage, surrogate, KL, weight; π_prox apart from π, so that the clip acts."""
-    algo = algorithm(name, aggregation=mode, kl_weight=kl_weight, kl_estimator=estimator, eps_low=0.1, eps_high=0.28)
-    batch = world(5)
-    reward, ids, axes = batch.reward.tolist(), batch.group.tolist(), algo.axes
-    adv = {
-        "grpo": oracles.standardised(reward, ids, axes.std_ddof, axes.std_eps),
-        "dr_grpo": oracles.centred(reward, ids),
-        "rloo": oracles.leave_one_out(reward, ids),
-    }[name]
-    logp = said(batch)
-    loss, slope = oracles.update(batch, logp, algo, adv, clip=name != "rloo")
-    got_loss, got_slope = slopes(batch, algo, logp)
-    assert got_loss == pytest.approx(loss, rel=1e-10, abs=1e-12)
-    torch.testing.assert_close(got_slope, torch.tensor(slope, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+# ---- where nothing has moved yet
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_without_logp_prox_the_policy_itself_is_it(name):
-    """One update a batch: r = 1, the gradient is that of REINFORCE with the row's advantage, nothing is clipped."""
-    algo, batch = algorithm(name), replace(world(6), logp_prox=None)
-    logp = said(world(6))
-    update = credit(batch, algo).weighted(algo.axes.aggregation, LIMIT)
-    torch.testing.assert_close(slopes(batch, algo, logp)[1], -update.weight * update.adv, rtol=1e-12, atol=1e-14)
-    assert update.adv.any()
+def test_before_the_first_update_every_row_is_reinforce(name):
+    """π_θ = π_prox = μ: the slope is −weight·A at each token, and for a ratio of the whole answer the sum over it.
+
+    The sum of a row's slopes is −Σ weight·A for all, but for the geometric mean, of which each token is 1/n.
+    """
+    algo = algorithm(name, **({} if ALGORITHMS[name].axes.kl_in == "reward" else dict(kl_weight=0.0)))
+    batch, now = world(6), said(world(6))
+    batch = replace(batch, done=0.0, logp_behave=now.logp, logp_prox=now.logp if name == "m2po" else None)
+    made = credit(batch, algo).weighted(algo.axes.aggregation, LIMIT)
+    wanted, level = -made.weight * made.adv, algo.axes.ratio_level
+    if level in ("sequence", "joint"):
+        wanted = wanted.sum(1, keepdim=True) * made.mask
+        wanted = wanted / made.mask.sum(1, keepdim=True).clamp(min=1) if level == "sequence" else wanted
+    got = slopes(batch, algo, now).logp
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
+    assert got.any()
 
 
 # ---- on average: every group of answers that can be drawn
 
 ANSWERS = [(0,), (1, 0), (1, 1)]  # 0 ends; two tokens are the limit
 WORTH = [1.0, -0.5, 2.0]
+REFERENCE = torch.tensor([[0.1, 0.9], [-0.4, -1.0]], dtype=torch.float64).log_softmax(1)
 
 
-def expected_gradient(algo: Algorithm, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """E[∇loss] of one update on a group of this size, and −∇E[R], by enumeration of all 3^size groups.
+def expected_gradient(algo: Algorithm, size: int = 1, value: tuple[float, float] = (0.0, 0.0)):
+    """E[∇loss] of one update on a group of this size, by enumeration of all 3^size groups; and ∇(β·KL − E[R]).
 
-    The policy is a table of logits: at the first token, and after a 1.
+    The policy is a table of logits: at the first token, and after a 1. So is the critic: a number for each of these.
     """
     theta = torch.tensor([[0.4, -0.3], [-0.6, 0.2]], dtype=torch.float64, requires_grad=True)
-    table = theta.log_softmax(1)
+    table, worth = theta.log_softmax(1), torch.tensor([value], dtype=torch.float64)
     answer_logp = [sum(table[t, token] for t, token in enumerate(answer)) for answer in ANSWERS]
-    objective = sum(logp.exp() * worth for logp, worth in zip(answer_logp, WORTH))
+    answer_ref = [sum(REFERENCE[t, token] for t, token in enumerate(answer)) for answer in ANSWERS]
+    beta = algo.axes.kl_weight
+    objective = sum(p.exp() * (r - beta * (p - q)) for p, q, r in zip(answer_logp, answer_ref, WORTH))
     total = torch.zeros((), dtype=torch.float64)
     for picks in itertools.product(range(len(ANSWERS)), repeat=size):
         tries = [sample((1, *ANSWERS[k]), [False] + [True] * len(ANSWERS[k]), WORTH[k]) for k in picks]
         batch = collate([group(*tries)])
-        batch = credit(replace(batch, rewards=batch.rewards.double()), algo).weighted(algo.axes.aggregation, LIMIT)
-        logp = torch.stack([table[max(t - 1, 0), batch.ids[:, t]] for t in range(batch.ids.shape[1])], 1)
+        columns = [max(t - 1, 0) for t in range(batch.ids.shape[1])]
+        logp, ref = (torch.stack([x[c, batch.ids[:, t]] for t, c in enumerate(columns)], 1) for x in (table, REFERENCE))
+        batch = replace(batch, rewards=batch.rewards.double(), logp_behave=logp.detach(), logp_ref=ref,
+                        value=worth[:, columns].expand(batch.mask.shape))  # fmt: skip
+        batch = credit(batch, algo).weighted(algo.axes.aggregation, LIMIT)
         chance = sum(answer_logp[k] for k in picks).exp().detach()
-        total = total + chance * (batch.weight * algo.loss(logp, batch)).sum()
+        total = total + chance * (batch.weight * algo.loss(Out(logp, None, None), batch)).sum()
     return torch.autograd.grad(total, theta, retain_graph=True)[0], -torch.autograd.grad(objective, theta)[0]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_rloo_is_the_exact_gradient_of_expected_reward(size):
-    """Answers of several lengths. The group's own mean takes 1/G of it away; dividing by length bends it."""
-    got, wanted = expected_gradient(algorithm("rloo"), size)
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
-    shrunk, wanted = expected_gradient(algorithm("dr_grpo", aggregation="seq-mean-token-sum"), size)
-    torch.testing.assert_close(shrunk, wanted * (size - 1) / size, rtol=1e-12, atol=1e-14)
-    for mode in ("token-mean", "seq-mean-token-mean"):
-        bent, wanted = expected_gradient(algorithm("rloo", aggregation=mode), size)
-        assert (bent / bent.norm() - wanted / wanted.norm()).norm() > 0.01, mode
+def assert_expected(algo: Algorithm, size: int = 1, factor: float = 1.0, value: tuple[float, float] = (0.0, 0.0)):
+    """E[∇loss] is this factor times the exact gradient."""
+    got, wanted = expected_gradient(algo, size, value)
+    assert wanted.norm() > 0.1
+    torch.testing.assert_close(got, wanted * factor, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_dr_grpo_has_the_direction_of_the_exact_gradient(size):
-    """A constant length has no pull: the whole row is (G−1)/(G·L) of the gradient of expected reward."""
-    got, wanted = expected_gradient(algorithm("dr_grpo"), size)
-    torch.testing.assert_close(got, wanted * (size - 1) / (size * LIMIT), rtol=1e-12, atol=1e-14)
+def test_these_rows_have_the_exact_gradient_of_expected_reward(size):
+    """Answers of several lengths. The group's own mean takes 1/G of it away, a constant length has no pull."""
+    assert_expected(algorithm("rloo"), size)
+    assert_expected(algorithm("reinforce"), size)
+    assert_expected(algorithm("reinforce_baseline"), size, (size - 1) / size)
+    assert_expected(algorithm("dr_grpo"), size, (size - 1) / (size * LIMIT))
 
 
-# ---- options
-
-OTHER = {  # for every axis a value that must make a difference, beside axes that give it something to do
-    "eps_low": (dict(eps_low=0.9), {}), "eps_high": (dict(eps_high=3.0), {}), "kl_weight": (dict(kl_weight=0.1), {}),
-    "kl_estimator": (dict(kl_estimator="k2"), dict(kl_weight=0.1)), "std_ddof": (dict(std_ddof=0), {}),
-    "std_eps": (dict(std_eps=0.5), {}), "aggregation": (dict(aggregation="token-sum"), {}),
-    "length_limit": (dict(length_limit=5), dict(aggregation="seq-mean-token-sum-norm")),
-}  # fmt: skip
+@pytest.mark.parametrize("name, mode", itertools.product(["rloo", "reinforce"], ["token-mean", "seq-mean-token-mean"]))
+def test_dividing_by_an_answers_length_bends_the_gradient(name, mode):
+    bent, wanted = expected_gradient(algorithm(name, aggregation=mode), 2)
+    assert (bent / bent.norm() - wanted / wanted.norm()).norm() > 0.01
 
 
-def limit(algo: Algorithm) -> int:
-    """L as a run has it, with LIMIT for --max-new-tokens."""
-    return algo.axes.length_limit or LIMIT
+@given(st.floats(-3, 3), st.floats(-3, 3), st.sampled_from([0.0, 0.3]))
+def test_ppo_with_any_function_of_the_past_as_critic_is_unbiased(first, second, beta):
+    """λ = 1 and no whitening: the value is a baseline, right or wrong; so with the KL in the reward."""
+    algo = algorithm("ppo", aggregation="seq-mean-token-sum", kl_weight=beta, **UNWHITENED)
+    assert_expected(algo, 1, value=(first, second))
 
 
-@pytest.mark.parametrize("axis", [f.name for f in fields(Axes)])
-def test_no_option_is_dead(axis):
-    """Each axis changes the gradient of some row; a new axis without a case here fails."""
-    changed, beside = OTHER[axis]
-    batch, differ = world(7), []
-    for name in ALGORITHMS:
-        one, other = algorithm(name, **beside), algorithm(name, **beside, **changed)
-        a, b = (slopes(batch, algo, said(batch), limit(algo))[1] for algo in (one, other))
-        differ.append(bool((a - b).norm() > 1e-3 * a.norm()))
-    assert any(differ)
+@pytest.mark.parametrize("change", [{"critic.gae_lambda": 0.5}, {"gamma": 0.7}])
+def test_a_wrong_critic_bends_ppo_below_lambda_1(change):
+    algo = algorithm("ppo", aggregation="seq-mean-token-sum", kl_weight=0.0, **UNWHITENED, **change)
+    got, wanted = expected_gradient(algo, 1, (0.7, -1.3))
+    assert (got - wanted).norm() > 0.05 * wanted.norm()
 
 
-def test_every_mode_of_aggregation_is_a_gradient_of_its_own():
-    batch = world(7)
-    found = [slopes(batch, algorithm("grpo", aggregation=mode), said(batch))[1] for mode in MODES if mode != "bnpo"]
-    for a, b in itertools.combinations(found, 2):
-        assert (a - b).norm() > 1e-3 * a.norm()
+@pytest.mark.parametrize("name", ["reinforce", "rloo"])
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+def test_k1_in_the_reward_has_the_gradient_of_the_kl(name, beta):
+    """E[∇loss] = ∇(β·KL(π‖π_ref) − E[R]); with rewards of the whole answer it needs its own tokens alone.
+
+    A reward that is normalised is one number a row, before the KL is taken out, so the KL has no baseline there.
+    """
+    assert_expected(algorithm(name, kl_weight=beta, kl_in="reward", kl_estimator="k1"), 2)
 
 
-def test_the_flag_offers_exactly_the_modes_that_there_are():
-    assert get_args(get_type_hints(Axes)["aggregation"]) == MODES
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_other_estimators_in_the_reward_have_another_gradient(estimator):
+    algo = algorithm("reinforce", kl_weight=2.0, kl_in="reward", kl_estimator=estimator)
+    got, wanted = expected_gradient(algo, 1)
+    assert (got - wanted).norm() > 0.05 * wanted.norm()
 
 
-@pytest.mark.parametrize("axis", [f.name for f in fields(Axes)])
-def test_every_axis_is_a_flag(axis):
-    value = OTHER[axis][0][axis]
-    _, _, axes = config.parse(["grpo", config.dashed(axis), str(value)])
-    assert axes == replace(ALGORITHMS["grpo"].axes, **{axis: value})
+# ---- rows become each other
+
+
+def same(one: Algorithm, other: Algorithm, batch: Batch, tolerance: float = 1e-10, **how) -> None:
+    """Two rows are one update of this batch."""
+    now = said(batch)
+    assert_equal(slopes(batch, one, now), slopes(batch, other, now), tolerance, **how)
+
+
+GRPO = ALGORITHMS["grpo"]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_rows_of_fresh_samples_are_grpo(seed, mode):
+    """With μ = π_prox there is nothing to correct; a fresh token's π_prox is its μ (decoupled_loglinear)."""
+    batch, grpo = fresh(world(seed)), algorithm("grpo", aggregation=mode)
+    same(algorithm("decoupled_ppo", aggregation=mode), grpo, batch)
+    new = replace(batch, version=torch.where(batch.mask, batch.step, -1))
+    same(algorithm("decoupled_loglinear", aggregation=mode), grpo, new)
+    now = said(batch)
+    first = replace(batch, done=0.0, logp_behave=now.logp)
+    assert_equal(slopes(first, algorithm("decoupled_loglinear", aggregation=mode), now), slopes(first, grpo, now))
+    same(algorithm("m2po", aggregation=mode), algorithm("trpo", aggregation=mode), batch)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_rows_with_the_same_axes_are_the_same(seed):
+    batch = stale(world(seed))
+    same(algorithm("dapo", eps_high=0.2), GRPO, batch)
+    same(algorithm("decoupled_ppo", **{"correction.kind": "none"}), GRPO, batch)
+    same(algorithm("grpo_deepseekmath", kl_weight=0.0), algorithm("grpo", aggregation="seq-mean-token-mean"), batch)
+    same(algorithm("grpo", dual_clip=1e9), GRPO, batch)
+    same(algorithm("trpo"), algorithm("grpo", eps_low=1 - 1e-9, eps_high=1e9), batch)
+    same(replace(GRPO, surrogate=importance), algorithm("trpo"), batch)
+    same(algorithm("liteppo"), GRPO, replace(batch, group=torch.zeros_like(batch.group)))
+    same(algorithm("grpo", **{"reward_norm.eps_in": "variance", "reward_norm.eps": 1e-14}), GRPO, batch, 1e-4)
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_on_answers_of_one_token_the_answers_ratio_is_the_tokens(seed):
+    batch = short(world(seed))
+    token = dict(eps_low=3e-4, eps_high=4e-4, aggregation="seq-mean-token-mean")
+    same(ALGORITHMS["gspo"], algorithm("grpo", **token), batch)
+    same(ALGORITHMS["gspo_token"], algorithm("grpo", **token), batch)
+    page = ALGORITHMS["grpo_areal_page"]
+    same(page, chosen("grpo_areal_page", replace(page.axes, ratio_level="token")), batch)
+    for level in ("sequence", "sequence-token", "joint"):
+        same(algorithm("ppo", ratio_level=level), ALGORITHMS["ppo"], batch)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_gspo_is_gspo_token_where_an_answer_has_one_advantage(seed):
+    """The same slope at every token, and the same loss; with an advantage of each token's own, another."""
+    same(ALGORITHMS["gspo"], ALGORITHMS["gspo_token"], world(seed))
+    token, answer = (algorithm("ppo", ratio_level=level) for level in ("sequence-token", "sequence"))
+    now = said(world(seed))
+    one, other = (slopes(world(seed), algo, now).logp for algo in (token, answer))
+    assert (one - other).norm() > 1e-2 * other.norm()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_rloo_is_g_over_g_minus_1_of_reinforce_with_the_groups_mean(size):
+    batch = replace(world(1), group=torch.arange(8) // size)
+    now = said(batch)
+    loss, one, *_ = slopes(batch, ALGORITHMS["rloo"], now)
+    other = slopes(batch, ALGORITHMS["reinforce_baseline"], now)
+    assert loss == pytest.approx(other.loss * size / (size - 1), rel=1e-11)
+    torch.testing.assert_close(one, other.logp * (size / (size - 1)), rtol=1e-11, atol=1e-13)
+    assert one.any()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ppo_with_a_critic_that_knows_nothing_is_reinforces_return_whitened(seed):
+    batch = replace(world(seed), value=torch.zeros_like(world(seed).value))
+    ppo, plain = algorithm("ppo", kl_weight=0.0), ALGORITHMS["reinforce"]
+    whitened = algorithm("reinforce", adv_norm=ALGORITHMS["ppo"].axes.adv_norm)
+    for got, wanted in zip(ppo.advantage(batch), (whitened.advantage(batch)[0], plain.advantage(batch)[0])):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
+        assert got.any()
+    diagnostic = algorithm("diagnostic", reward_norm=Norm(), kl_weight=0.1)
+    torch.testing.assert_close(ALGORITHMS["ppo"].advantage(batch)[0], diagnostic.advantage(batch)[0])
+
+
+@pytest.mark.parametrize("tau", [1e-3, 1e-6])
+def test_sapo_without_temperature_is_the_bare_ratio(tau):
+    """τ → 0: the gate is a straight line; gradients only, its value runs away."""
+    bare = replace(ALGORITHMS["sapo"], surrogate=importance)
+    same(algorithm("sapo", tau_pos=tau, tau_neg=tau), bare, world(1), tau, loss=False)
+
+
+# ---- the KL
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_without_a_reference_there_is_no_kl_term(name):
+    """No logp_ref, or one of NaN, is no term, not a bonus on log π; with a weight and no reference it cannot run."""
+    batch, algo = world(10), algorithm(name, kl_weight=0.0)
+    now = said(batch)
+    wanted = slopes(batch, algo, now)
+    for ref in (None, torch.full_like(batch.logp_ref, NAN)):
+        assert_equal(slopes(replace(batch, logp_ref=ref), algo, now), wanted, 1e-15)
+    with pytest.raises(AttributeError):
+        slopes(replace(batch, logp_ref=None), algorithm(name, kl_weight=0.1), now)
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_the_kl_term_is_linear_in_its_weight_and_nothing_where_the_policies_agree(name):
+    batch = world(10)
+    now = said(batch)
+    way = dict(kl_in="loss", kl_estimator="k2", **UNWHITENED)
+    none, one, two = (slopes(batch, algorithm(name, kl_weight=w, **way), now) for w in (0.0, 0.1, 0.2))
+    torch.testing.assert_close(two.logp - one.logp, one.logp - none.logp, rtol=1e-10, atol=1e-12)
+    agreed = replace(batch, logp_ref=now.logp)
+    assert_equal(slopes(agreed, algorithm(name, kl_weight=9.0, **way), now), none)
+
+
+@pytest.mark.parametrize("name", ["reinforce", "rloo", "ppo", "diagnostic", "grpo", "liteppo"])
+def test_the_kl_in_the_reward_is_nothing_where_the_policies_agree_and_comes_after_normalisation(name):
+    """β(log μ − log π_ref) is taken out of rewards that are normalised already, so their scale does not scale it."""
+    way = dict(kl_in="reward", kl_estimator="k1", **UNWHITENED)
+    batch, none = world(10), algorithm(name, kl_weight=0.0, **UNWHITENED)
+    algo = algorithm(name, **way, kl_weight=0.5)
+    agreed = replace(batch, logp_ref=batch.logp_behave)
+    torch.testing.assert_close(algo.advantage(agreed)[0], none.advantage(batch)[0], rtol=1e-12, atol=1e-14)
+    taken = none.advantage(batch)[0] - algo.advantage(batch)[0]
+    distance = 0.5 * (batch.logp_behave - batch.logp_ref).where(batch.mask, 0.0)
+    to_go = distance.flip(1).cumsum(1).flip(1).where(batch.mask, 0.0)
+    torch.testing.assert_close(taken, to_go, rtol=1e-10, atol=1e-12)
+    assert to_go.any()
+
+
+def test_the_kl_in_the_reward_is_bounded_for_each_token():
+    batch, algo = world(10), algorithm("reinforce", kl_weight=1.0, kl_in="reward", kl_estimator="k1")
+    batch = replace(batch, logp_ref=batch.logp_behave - 1000.0, rewards=torch.zeros_like(batch.rewards))
+    assert algo.advantage(batch)[0].min() == -10 * batch.mask.sum(1).max()
+
+
+# ---- credit
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_credit_looks_at_rewards_and_leaves_them(name):
+    batch = world(9)
+    after = credit(batch, algorithm(name))
+    assert torch.equal(after.rewards, batch.rewards) and batch.adv is None
+    for x in (after.adv, after.returns, after.keep):
+        assert x.shape == batch.mask.shape and not x[~batch.mask].any() and x.isfinite().all()
+    assert after.keep.dtype == torch.bool and not after.adv.requires_grad
+
+
+@pytest.mark.parametrize("name, beside", [("ppo", {}), ("reinforce", {"adv_norm.std_level": "batch"})])
+def test_the_critics_targets_are_not_whitened(name, beside):
+    """Whitening is for the policy: returns stay in units of reward."""
+    batch = world(9)
+    with_it, without = (algorithm(name, kl_weight=0.0, **{**beside, **more}) for more in ({}, UNWHITENED))
+    assert torch.equal(with_it.advantage(batch)[1], without.advantage(batch)[1])
+    assert not torch.equal(with_it.advantage(batch)[0], without.advantage(batch)[0])
+
+
+def test_a_reward_stays_with_the_token_that_earned_it_unless_it_is_normalised():
+    """A turn's reward is none of the later turn's; a normalised one is one number a row."""
+    tries = [sample((1, 2, 3, 4), (0, 1, 0, 1), rewards=((1, r), (3, 1.0))) for r in (5.0, 3.0)]
+    batch = collate([group(*tries)])
+    torch.testing.assert_close(ALGORITHMS["reinforce"].advantage(batch)[0],
+                               torch.tensor([[0.0, 6.0, 0.0, 1.0], [0.0, 4.0, 0.0, 1.0]]))  # fmt: skip
+    torch.testing.assert_close(ALGORITHMS["reinforce_baseline"].advantage(batch)[0],
+                               torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, -1.0, 0.0, -1.0]]))  # fmt: skip
+
+
+def test_a_truncated_answer_is_bootstrapped_where_asked_for():
+    """V at the cut stands for what was to come: at λ = 1 it is added to every advantage of the row, and to no other."""
+    batch = world(9)
+    algo, more = algorithm("ppo", kl_weight=0.0, **UNWHITENED), torch.tensor([2.0, 0, 0, -1, 0, 0, 0, 0]).double()
+    for got, usual in zip(algo.advantage(replace(batch, bootstrap=more)), algo.advantage(batch)):
+        torch.testing.assert_close(got - usual, more[:, None] * batch.mask)
+
+
+# ---- what is measured
+
+EVERY_WAY = [
+    {}, dict(kl_weight=0.1, kl_in="loss", kl_estimator="k2"), dict(kl_weight=0.1, kl_in="reward", kl_estimator="k1"),
+    dict(kl_weight=0.0), dict(entropy_weight=0.1), dict(m2_threshold=0.04), dict(prox="loglinear"), dict(prox="behave"),
+    {"correction.kind": "truncate"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, updates", [(n, u) for n in ALGORITHMS for u in (1, 2) if u == 1 or n in RATIOS])
+def test_what_is_needed_is_what_is_read(name, updates):
+    """Without what it does not need an update is the same; without one thing that it needs it cannot be made."""
+    for more in EVERY_WAY:
+        assert_needs_are_read(algorithm(name, **more), updates)
+
+
+def assert_needs_are_read(algo: Algorithm, updates: int) -> None:
+    """The theorem above, for a row with these axes."""
+    needs = algo.needs(Config(updates_per_batch=updates))
+    assert needs <= {"logp_prox", "logp_prox of all rows", "logp_ref", "entropy", "value"}
+    axes = algo.axes
+    for one, read in (("logp_ref", axes.kl_weight), ("entropy", axes.entropy_weight), ("value", algo.critic)):
+        assert (one in needs) == bool(read)
+    full, now = replace(world(10), done=0.0 if updates == 1 else 0.5), said(world(10))
+    full = replace(full, logp_prox=now.logp) if updates == 1 else full
+    empty = {"logp_prox": None, "logp_ref": None, "value": None}
+
+    def made(given) -> Slopes:
+        batch = replace(full, **{k: v for k, v in empty.items() if k not in given})
+        return slopes(batch, algo, Said(now.logp, now.entropy if "entropy" in given else None, now.value))
+
+    wanted = slopes(full, algo, now)
+    assert_equal(Slopes(*(w if g is None else g for g, w in zip(made(needs), wanted))), wanted, 1e-14)
+    for one in needs - {"logp_prox of all rows"}:
+        with pytest.raises((AttributeError, TypeError)):
+            made(needs - {one})
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(list(ALGORITHMS)))
+def test_later_updates_need_the_old_policy(updates, epochs, name):
+    """Also those of a second epoch. M2PO chooses its tokens before the first, so it needs π_prox of all rows."""
+    row, m2 = ALGORITHMS[name], name == "m2po"
+    needs = row.needs(Config(updates_per_batch=updates, epochs_per_batch=epochs))
+    assert ("logp_prox" in needs) == (m2 or (row.has_ratio and row.axes.prox == "recompute" and updates * epochs > 1))
+    assert ("logp_prox of all rows" in needs) == m2
+    assert row.has_ratio == (row.surrogate is not reinforce)
+
+
+@pytest.mark.parametrize("name, divides", {
+    "ppo": True, "diagnostic": True, "decoupled_ppo": True, "decoupled_loglinear": True, "m2po": True,
+    **dict.fromkeys([n for n in ALGORITHMS if n not in (
+        "ppo", "diagnostic", "decoupled_ppo", "decoupled_loglinear", "m2po")], False),
+}.items())  # fmt: skip
+def test_behaviour_says_whose_log_probs_are_read(name, divides):
+    """With NaN for the sampler's log-probs a row that does not divide by them is unchanged, and the others are NaN."""
+    batch, algo = world(10), algorithm(name)
+    now, unknown = said(batch), replace(batch, logp_behave=torch.full_like(batch.logp_behave, NAN))
+    assert algo.behaviour == divides
+    got, wanted = slopes(unknown, algo, now), slopes(batch, algo, now)
+    if divides and name != "m2po":  # comparisons with NaN are false: nothing is kept
+        assert math.isnan(got.loss)
+    elif not divides:
+        assert_equal(got, wanted, 1e-15)
+
+
+# ---- extremes
+
+
+def cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The batch with its numbers in another precision."""
+    names = ("rewards", "logp_behave", "logp_prox", "logp_ref", "value")
+    return replace(batch, **{name: getattr(batch, name).to(dtype) for name in names})
+
+
+def finite(batch: Batch, algo: Algorithm, now: Said) -> Slopes:
+    """The update, whose loss and slopes are finite."""
+    got = slopes(batch, algo, Said(*(x.to(batch.rewards.dtype) for x in now)))
+    assert math.isfinite(got.loss) and all(x.isfinite().all() for x in got[1:])
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_extremes_are_finite_in_loss_and_slope(name, dtype):
+    """Log-ratios of ±80 to each of the past, values far off, rewards that differ by a millionth, or not at all."""
+    batch = world(11)
+    sign = torch.where(torch.arange(batch.mask.shape[1]) % 2 == 0, 1.0, -1.0)
+    for a, b, c in itertools.product((80.0, -80.0), repeat=3):
+        far = replace(batch, logp_behave=batch.logp_prox + a * sign, logp_ref=batch.logp_prox - b * sign.flip(0))
+        now = said(batch)
+        for rewards in (batch.rewards, 1e-6 * batch.rewards, 0 * batch.rewards + 1.0):
+            moved = Said(batch.logp_prox + c * sign, now.entropy, now.value + a * 100)
+            finite(cast(replace(far, rewards=rewards), dtype), algorithm(name, entropy_weight=0.1), moved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_batches_of_nothing_and_of_one_are_finite(name, dtype):
+    batch, algo, now = world(11), algorithm(name), said(world(11))
+    nothing = finite(cast(replace(batch, mask=batch.mask & False), dtype), algo, now)
+    assert nothing.loss == 0 and not any(x.any() for x in nothing[1:])
+    for i in (0, 1, 7):  # the second was cut short before its first token
+        rows = torch.tensor([i])
+        one = batch.select(rows)
+        width = one.mask.shape[1]
+        finite(cast(one, dtype), algo, Said(*(x[rows, :width] for x in now)))
 
 
 # ---- rows
@@ -267,99 +715,93 @@ def test_every_axis_is_a_flag(axis):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_chosen_binds_the_axes_and_leaves_the_table_alone(name):
-    row = ALGORITHMS[name]
-    axes = replace(row.axes, std_eps=0.5, eps_low=0.05, eps_high=0.05, kl_weight=0.2)
-    algo, batch = chosen(name, axes), world(8)
+    row, batch = ALGORITHMS[name], world(8)
+    axes = changed(row.axes, kl_weight=0.2, kl_in="loss", kl_estimator="k2")
+    algo = chosen(name, axes)
     assert algo.axes is axes and ALGORITHMS[name] is row and row.axes != axes
-    assert torch.equal(algo.advantage(batch), row.advantage(batch, axes))
-    update = credit(batch, algo)
-    assert torch.equal(algo.loss(said(batch), update), row.loss(said(batch), update, axes))
-    assert not torch.equal(algo.loss(said(batch), update), row.loss(said(batch), update, row.axes))
+    assert algo.surrogate is row.surrogate and algo.critic == row.critic
+    assert slopes(batch, algo, said(batch)).loss != slopes(batch, row, said(batch)).loss
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_row_says_what_it_is(name):
     row = ALGORITHMS[name]
-    assert row.says.startswith(f"{name}: ") and "arXiv" in row.paper and row.differs
-    assert row.group_baseline == (not algorithm(name).advantage(collate([group(sample((1, 2), (0, 1), 3.0))])).any())
+    assert row.says.startswith(f"{name}: ") and row.equation and row.differs
+    assert "arXiv" in row.paper or "Williams 1992" in row.paper
+    assert row.critic == (name == "ppo") and row.natural == (name == "trpo")
+
+
+def test_the_issues_rows_are_there():
+    assert set(ALGORITHMS) == set(rows.ROWS) == {
+        "ppo", "grpo", "grpo_deepseekmath", "grpo_areal_page", "dr_grpo", "liteppo", "rloo", "reinforce",
+        "reinforce_baseline", "gspo", "gspo_token", "dapo", "sapo", "decoupled_ppo", "decoupled_loglinear", "m2po",
+        "trpo", "diagnostic"}  # fmt: skip
+
+
+def test_the_flag_offers_exactly_the_modes_that_there_are():
+    assert get_args(get_type_hints(Axes)["aggregation"]) == MODES
+
+
+def test_every_mode_of_aggregation_is_a_gradient_of_its_own():
+    batch = world(7)
+    found = [slopes(batch, algorithm("grpo", aggregation=mode), said(batch)).logp for mode in MODES if mode != "bnpo"]
+    for a, b in itertools.combinations(found, 2):
+        assert (a - b).norm() > 1e-3 * a.norm()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_credit_looks_at_rewards_and_leaves_them(name):
-    batch = world(9)
-    after = credit(batch, algorithm(name))
-    assert torch.equal(after.rewards, batch.rewards) and after.adv.shape == batch.mask.shape
-    assert not after.adv[~batch.mask].any() and torch.equal(after.keep, after.adv.ne(0)) and batch.adv is None
+def test_what_a_row_does_not_look_at_changes_nothing(name):
+    """`unused`: other values of these, all at once, are the same update; and every row but one of them has some."""
+    row, batch = ALGORITHMS[name], world(7)
+    others = {"eps_low": 0.01, "eps_high": 0.01, "dual_clip": 1.02, "tau_pos": 3.0, "tau_neg": 4.0, "prox": "behave",
+              "ratio_level": "joint", "critic.gae_lambda": 0.1, "critic.clip": 0.01, "trpo.delta": 9.0}  # fmt: skip
+    unused = {axis: value for axis, value in others.items() if axis.split(".")[0] in row.unused()}
+    assert {axis.split(".")[0] for axis in unused} == row.unused()
+    got = slopes(batch, chosen(name, changed(row.axes, **unused)), said(batch))
+    assert_equal(got, slopes(batch, row, said(batch)), 1e-15)
+
+
+def test_every_surrogate_is_in_a_row():
+    assert {row.surrogate for row in ALGORITHMS.values()} == {clipped, importance, sapo, reinforce} == set(READS)
+
+
+# ---- the table on the command line
+
+
+def test_the_table_has_a_line_for_every_row(capsys):
+    assert algorithms.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == list(ALGORITHMS)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_without_a_reference_there_is_no_kl_term(name):
-    """No logp_ref, or one of NaN, is no term, not a bonus on log π; with a weight and no reference it cannot run."""
-    batch, algo = world(10), algorithm(name)
-    logp, wanted = said(batch), slopes(batch, algo, said(batch))
-    for ref in (None, torch.full_like(batch.logp_ref, NAN)):
-        got = slopes(replace(batch, logp_ref=ref), algo, logp)
-        assert got[0] == wanted[0] and torch.equal(got[1], wanted[1])
-    with pytest.raises(AttributeError):
-        slopes(replace(batch, logp_ref=None), algorithm(name, kl_weight=0.1), logp)
+def test_a_name_prints_its_equation_paper_and_who_differs(name, capsys):
+    row = ALGORITHMS[name]
+    assert algorithms.main([name]) == 0
+    printed = capsys.readouterr().out
+    for part in (row.says, row.equation, row.paper, row.differs, f"train_{'ppo' if row.critic else 'grpo'}.py {name}"):
+        assert part in printed
+    for axis, value in algorithms.differences(row.axes, Axes()):
+        assert f"{axis} {value}" in printed
+    assert all(axis in printed.split("unused")[1] for axis in row.unused())
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_kl_term_is_linear_in_its_weight_and_nothing_where_the_policies_agree(name):
-    batch = world(10)
-    logp = said(batch)
-    none, one, two = (slopes(batch, algorithm(name, kl_weight=w), logp)[1] for w in (0.0, 0.1, 0.2))
-    torch.testing.assert_close(two - one, one - none, rtol=1e-10, atol=1e-12)
-    same = replace(batch, logp_ref=logp)
-    torch.testing.assert_close(slopes(same, algorithm(name, kl_weight=9.0), logp), slopes(same, algorithm(name), logp))
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.0, 0.1]), st.sampled_from(list(ALGORITHMS)))
-def test_needs_are_what_the_updates_and_the_kl_term_read(updates, epochs, kl_weight, name):
-    row, cfg = ALGORITHMS[name], Config(updates_per_batch=updates, epochs_per_batch=epochs)
-    needs = row.needs(cfg, replace(row.axes, kl_weight=kl_weight))
-    assert ("logp_prox" in needs) == (row.has_ratio and updates * epochs > 1)
-    assert ("logp_ref" in needs) == (kl_weight > 0)
-    assert needs <= {"logp_prox", "logp_ref"}
-
-
-REFUSED = [
-    (dict(samples_per_prompt=1), {}, "--samples-per-prompt 1: .*at least 2"),
-    ({}, dict(eps_low=-0.1), "--eps-low -0.1: .*0 or more"), ({}, dict(eps_low=1.0), "--eps-low 1.0: .*less than 1"),
-    ({}, dict(eps_high=-1.0), "--eps-high -1.0: .*0 or more"), ({}, dict(eps_high=math.inf), "--eps-high inf: .*fini"),
-    ({}, dict(kl_weight=-0.1), "--kl-weight -0.1: .*0 or more"), ({}, dict(kl_weight=NAN), "--kl-weight nan: .*finite"),
-    ({}, dict(std_eps=0.0), "--std-eps 0.0: .*above 0"), ({}, dict(length_limit=0), "--length-limit 0: .*at least 1"),
-    ({}, dict(std_eps=NAN), "--std-eps nan: .*finite"),
-    ({}, dict(std_eps=math.inf), "--std-eps inf: .*finite"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("job, axes, says", REFUSED)
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_has_no_meaning_is_refused_in_one_line(name, job, axes, says):
-    with pytest.raises(Refused, match=f"^{says}") as refusal:
-        ALGORITHMS[name].refuse(replace(Config(), **job), replace(ALGORITHMS[name].axes, **axes), Refused)
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("job", [dict(updates_per_batch=2), dict(epochs_per_batch=2)])
-def test_more_than_one_update_needs_a_ratio(job):
-    for row in ALGORITHMS.values():
-        if row.has_ratio:
-            row.refuse(Config(**job), row.axes, Refused)
-        else:
-            with pytest.raises(Refused, match="--updates-per-batch, --epochs-per-batch: .*no ratio.*use 1 and 1"):
-                row.refuse(Config(**job), row.axes, Refused)
-
-
-@pytest.mark.parametrize("axes", [{}, dict(eps_low=0.0, eps_high=0.0), dict(eps_low=0.99), dict(length_limit=1)])
-def test_what_has_a_meaning_is_not_refused(axes):
-    for row in ALGORITHMS.values():
-        row.refuse(Config(samples_per_prompt=2), replace(row.axes, **axes), Refused)
+@pytest.mark.parametrize("words", [["gpro"], ["grpo", "ppo"], ["--plot"], ["--help"]])
+def test_a_name_that_there_is_not_is_refused_with_those_that_there_are(words, capsys):
+    assert algorithms.main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out and len(err.splitlines()) == 1 and ", ".join(ALGORITHMS) in err
 
 
 def test_the_table_of_algorithms_imports_no_torch():
     """--help is instant because of it."""
-    program = "import sys, nanorl.config, nanorl.algorithms; print({'torch', 'transformers'} & set(sys.modules))"
+    program = ("import sys, nanorl.config, nanorl.algorithms as table; table.main(['ppo']); "
+               "print({'torch', 'transformers'} & set(sys.modules))")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.stdout.strip(), done.stderr) == ("set()", "")
+    assert (done.stdout.splitlines()[-1], done.stderr) == ("set()", "")
+
+
+def test_the_table_is_a_command():
+    command = [sys.executable, "-m", "nanorl.algorithms", "nobody"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "grpo" in done.stderr

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nanorl import checkpoint
-from nanorl.checkpoint import MOMENTS, STATE, WEIGHTS, best, broken, latest, need, prune, restore, save
+from nanorl.checkpoint import MOMENTS, STATE, WEIGHTS, Part, best, broken, latest, need, prune, restore, save
 from nanorl.config import Refused
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
@@ -64,8 +64,7 @@ def equal(a, b):
 
 
 def write(run, step, pair=None, score=None, keep=3, state=None):
-    model, optimizer = pair or tiny()
-    return save(run, step, model, tokenizer(), optimizer, state or {}, score, keep)
+    return save(run, step, [Part(*(pair or tiny()))], tokenizer(), state or {}, score, keep)
 
 
 # restore ∘ save = identity
@@ -78,7 +77,7 @@ def test_a_restored_run_is_the_uninterrupted_one_bitwise(tmp_path, tied):
     there = content(whole)
     other = train(tiny(seed=1, tied=tied), range(9, 14))  # weights, moments and step counts of its own
     assert not equal(content(other), there)
-    assert restore(path, *other) == {"next": 3, "lr": 0.1 + 0.2, "baseline": None}
+    assert restore(path, [Part(*other)]) == {"next": 3, "lr": 0.1 + 0.2, "baseline": None}
     assert equal(content(other), there)
     assert equal(content(train(other, range(3, 7))), content(train(whole, range(3, 7))))
 
@@ -93,14 +92,14 @@ def test_saving_changes_nothing(tmp_path):
 def test_moments_that_were_not_there_are_not_there_after(tmp_path):
     path = write(tmp_path, 0, tiny())  # before the first step AdamW has no state
     other = train(tiny(seed=1), range(2))
-    restore(path, *other)
+    restore(path, [Part(*other)])
     assert not other[1].state
 
 
 def test_what_was_restored_does_not_live_in_the_file(tmp_path):
     pair, other = train(tiny(), range(2)), tiny(seed=1)
     path = write(tmp_path, 2, pair)
-    restore(path, *other)
+    restore(path, [Part(*other)])
     for name in (WEIGHTS, MOMENTS):
         with (path / name).open("r+b") as file:  # in place: a mapping of the file would change with it
             file.write(bytes((path / name).stat().st_size))
@@ -112,7 +111,7 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
     saved = checkpoint.load_file(path / WEIGHTS)
     assert ("lm_head.weight" in saved) + ("model.embed_tokens.weight" in saved) == 1
     model, optimizer = tiny(seed=1)
-    restore(path, model, optimizer)
+    restore(path, [Part(model, optimizer)])
     assert model.lm_head.weight is model.model.embed_tokens.weight
     train((model, optimizer), range(1, 2))
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
@@ -125,7 +124,7 @@ def test_a_model_whose_hub_format_has_other_names_is_restored(tmp_path):
         return model, torch.optim.AdamW(model.parameters())
 
     pair, other = train(experts(), range(1)), experts()
-    restore(write(tmp_path, 1, pair), *other)
+    restore(write(tmp_path, 1, pair), [Part(*other)])
     assert equal(content(other), content(pair))
 
 
@@ -143,6 +142,65 @@ def test_nothing_is_pickled(tmp_path):
     path = write(tmp_path, 1, train(tiny(), range(1)))
     assert {file.suffix for file in path.rglob("*") if file.is_file()} == {".json", ".safetensors"}
     assert [json.loads(file.read_text()) for file in path.glob("*.json")]
+
+
+# a run with a critic has two parts
+
+
+def critic(seed=0, width=8):
+    """A second network and its optimizer, as a part."""
+    torch.manual_seed(seed)
+    module = torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.Linear(width, 1))
+    return Part(module, torch.optim.AdamW(module.parameters(), lr=0.1), "critic.")
+
+
+def regress(part, steps):
+    """An optimizer step of a critic for each number, on data that the number decides."""
+    for step in steps:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        (part.module(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        part.optimizer.step()
+        part.optimizer.zero_grad()
+    return part
+
+
+def test_every_part_comes_back_bitwise_each_from_its_own_files(tmp_path):
+    policy, value = train(tiny(), range(2)), regress(critic(), range(3))
+    path = save(tmp_path, 2, [Part(*policy), value], tokenizer(), {}, None)
+    there = content(policy), content(value[:2])
+    assert need(policy[0], value.module) == need(policy[0]) + need(value.module)
+    others = train(tiny(seed=1), range(5)), regress(critic(seed=1), range(6))
+    restore(path, [Part(*others[0]), others[1]])
+    assert equal(content(others[0]), there[0]) and equal(content(others[1][:2]), there[1])
+    assert equal(content(regress(others[1], range(3, 6))[:2]), content(regress(value, range(3, 6))[:2]))
+    assert AutoModelForCausalLM.from_pretrained(path)  # the critic's files are not in its way
+
+
+@pytest.mark.parametrize("files, width, wrong", [
+    ([WEIGHTS, MOMENTS], 8, f"critic.{WEIGHTS}: missing"), ([MOMENTS], 8, f"critic.{MOMENTS}: missing"),
+    ([], 9, f"critic.{WEIGHTS}: 0.weight is torch.float32 (8, 6)"),
+])  # fmt: skip
+def test_a_checkpoint_without_this_critic_is_refused_in_one_line_and_nothing_has_changed(tmp_path, files, width, wrong):
+    path = save(tmp_path, 1, [Part(*train(tiny(), range(1))), regress(critic(), range(1))], tokenizer(), {}, None)
+    state = checkpoint.read(path)
+    for name in files:  # as a run without a critic would have left it
+        (path / f"critic.{name}").unlink()
+        del state["files"][f"critic.{name}"]
+    (path / STATE).write_text(json.dumps(state))
+    policy, value = train(tiny(seed=1), range(2)), regress(critic(1, width), range(2))
+    before = content(policy), content(value[:2])
+    with pytest.raises(Refused) as refusal:
+        restore(path, [Part(*policy), value])
+    assert wrong in str(refusal.value) and "\n" not in str(refusal.value)
+    assert equal(content(policy), before[0]) and equal(content(value[:2]), before[1])
+
+
+def test_a_missing_file_of_the_critic_makes_latest_fall_back(tmp_path):
+    parts = [Part(*train(tiny(), range(1))), regress(critic(), range(1))]
+    one, two = (save(tmp_path, step, parts, tokenizer(), {}, None) for step in (1, 2))
+    assert latest(tmp_path) == two
+    (two / f"critic.{MOMENTS}").unlink()
+    assert latest(tmp_path) == one
 
 
 # what does not fit is refused, and nothing has changed
@@ -163,7 +221,7 @@ def test_another_model_is_refused_and_left_alone(tmp_path, other, file, name):
     pair = train(tiny(seed=1, **other), range(2))
     before = content(pair)
     with pytest.raises(Refused) as refusal:
-        restore(path, *pair)
+        restore(path, [Part(*pair)])
     message = str(refusal.value)
     assert file in message and name in message and "\n" not in message
     assert equal(content(pair), before)
@@ -172,7 +230,7 @@ def test_another_model_is_refused_and_left_alone(tmp_path, other, file, name):
 def test_untied_weights_do_not_go_into_a_tied_model(tmp_path):
     path = write(tmp_path, 1, train(tiny(tied=False), range(1)))
     with pytest.raises(Refused, match="model.safetensors: .* has no place of its own"):
-        restore(path, *tiny(tied=True))
+        restore(path, [Part(*tiny(tied=True))])
 
 
 def test_moments_of_a_parameter_that_is_not_trained_are_refused(tmp_path):
@@ -180,7 +238,8 @@ def test_moments_of_a_parameter_that_is_not_trained_are_refused(tmp_path):
     model, _ = pair = tiny(seed=1)
     before = content(pair)
     with pytest.raises(Refused, match="optimizer.safetensors: model.norm.weight is not trained"):
-        restore(path, model, torch.optim.AdamW([p for n, p in model.named_parameters() if n != "model.norm.weight"]))
+        others = [p for name, p in model.named_parameters() if name != "model.norm.weight"]
+        restore(path, [Part(model, torch.optim.AdamW(others))])
     assert equal(content(pair), before)
 
 
@@ -218,7 +277,7 @@ def test_a_missing_or_torn_file_makes_latest_fall_back(tmp_path, capsys):
             said = capsys.readouterr().err
             assert said.count("\n") == 1 and str(newest) in said and file.name in said
             with pytest.raises(Refused, match=file.name):
-                restore(newest, *tiny())
+                restore(newest, [Part(*tiny())])
             file.write_bytes(data)
             assert latest(tmp_path) == newest
     assert capsys.readouterr().err == ""
@@ -278,7 +337,7 @@ def test_saved_again_at_the_same_step_it_stays_and_its_score_is_renewed(tmp_path
     for score, expected in [(None, None), (0.5, 0.5), (None, 0.5), (0.6, 0.6)]:
         assert write(tmp_path, 1, pair, score, state={"a": score}) == path
         assert checkpoint.read(path)["score"] == expected
-        assert restore(path, *tiny(seed=1)) == {"a": score}
+        assert restore(path, [Part(*tiny(seed=1))]) == {"a": score}
     assert (path / WEIGHTS).stat().st_ino == inode  # at no moment was there none
     assert sorted(checkpoint.read(path)["files"]) == sorted(f.name for f in path.iterdir() if f.name != STATE)
 
@@ -288,7 +347,7 @@ def test_a_broken_checkpoint_of_the_same_step_is_written_anew(tmp_path):
     path = write(tmp_path, 1, pair)
     (path / WEIGHTS).write_bytes(b"")
     other = tiny(seed=1)
-    restore(write(tmp_path, 1, pair), *other)
+    restore(write(tmp_path, 1, pair), [Part(*other)])
     assert equal(content(other), content(pair))
 
 
@@ -350,7 +409,7 @@ def test_killed_before_any_operation_on_the_disk_the_run_can_go_on(tmp_path, mon
             except Killed:
                 finished = False
         path, other = latest(run), tiny(seed=2)
-        restore(path, *other)
+        restore(path, [Part(*other)])
         assert equal(content(other), content({"step-1": one, "step-2": two}[path.name]))
         assert path.name == "step-2" or not again
         assert best(run).name == "step-1"
@@ -365,7 +424,7 @@ import os, random, signal, sys, time
 from pathlib import Path
 import torch
 sys.path.insert(0, sys.argv[2])
-from test_checkpoint import latest, restore, save, tiny, tokenizer, train
+from test_checkpoint import Part, latest, restore, save, tiny, tokenizer, train
 from nanorl.checkpoint import read
 
 def fill(model, optimizer, step):
@@ -376,7 +435,7 @@ def fill(model, optimizer, step):
 
 run, (model, optimizer), words, torn, last = Path(sys.argv[1]), train(tiny(), range(1)), tokenizer(), 0, 0
 begin = time.perf_counter()
-save(run, 0, model, words, optimizer, {}, 1.0)  # the best, to be kept
+save(run, 0, [Part(model, optimizer)], words, {}, 1.0)  # the best, to be kept
 takes = time.perf_counter() - begin
 chance = random.Random(0)
 for kill in range(int(sys.argv[3])):
@@ -384,13 +443,13 @@ for kill in range(int(sys.argv[3])):
     if child == 0:
         for step in range(last + 1, 10**9):
             fill(model, optimizer, step)
-            save(run, step, model, words, optimizer, {"of": step}, None)
+            save(run, step, [Part(model, optimizer)], words, {"of": step}, None)
     time.sleep(takes * chance.uniform(0.5, 4))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     torn += any((run / "checkpoints").glob(".writing-*"))
     path = latest(run)
-    state, step = restore(path, model, optimizer), read(path)["step"]
+    state, step = restore(path, [Part(model, optimizer)]), read(path)["step"]
     assert step >= last and (step == 0 or state == {"of": step})
     assert step == 0 or all((t == step).all() for p in model.parameters() for t in (p, *optimizer.state[p].values()))
     last = step

@@ -18,11 +18,14 @@ from transformers import PreTrainedTokenizerFast
 
 from nanorl import config, tasks, tiny
 from nanorl import launch as launching
-from nanorl.algorithms import ALGORITHMS, Axes
+from nanorl.algorithms import ALGORITHMS
+from nanorl.axes import Axes, flat
 from nanorl.config import FOREIGN, Config, Refused, command, dashed, describe, divisors_near, parse
+from tests.worlds import changed
 
 ROOT = Path(__file__).resolve().parents[1]
-JOB, AXES = ([dashed(f.name) for f in dataclasses.fields(group)] for group in (Config, Axes))
+JOB, AXES = ([dashed(name) for name, _ in flat(group())] for group in (Config, Axes))
+PAGE = {name: "ppo" if row.critic else "grpo" for name, row in ALGORITHMS.items()}  # whose script runs it
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +68,14 @@ def refusal(capfd, *flags):
 
 
 def helped(capsys, *words):
-    """What these words and --help print, as {flag: text}."""
+    """What these words and --help print, as {flag: text}; a flag that takes away counts as the one it takes away."""
     with pytest.raises(SystemExit) as exit:
-        parse([*words, "--help"])
+        parse([*words, "--help"], *(PAGE[name] for name in words))
     assert exit.value.code == 0
     shown = {}
     for line in capsys.readouterr().out.splitlines():
-        if flag := re.match(r"[│ ] (?:-h, )?(--[a-z][a-z-]+)", line):
-            text = shown[flag[1]] = []
+        if flag := re.match(r"[│ ] (?:-h, )?(--[a-z][a-z0-9.-]+)", line):
+            text = shown[flag[1].replace(".no-", ".")] = []
             line = line[flag.end() :]
         if shown:
             text.append(line.strip("│ "))
@@ -114,7 +117,7 @@ except SystemExit as exit:
 def test_a_misspelt_flag_is_refused_with_the_right_one(capsys, flag):
     middle = len(flag) // 2
     before, (a, b), after = flag[:middle], flag[middle : middle + 2], flag[middle + 2 :]
-    for wrong in {before + b + after, before + b + a + after}:
+    for wrong in {before + b + after, *([before + b + a + after] if len(flag) > 7 else [])}:  # else too little is left
         if wrong not in JOB + AXES:
             with pytest.raises(SystemExit) as exit:
                 parse([wrong, "1"])
@@ -132,7 +135,7 @@ def test_names_of_other_libraries_are_answered_with_ours(name):
 
 @pytest.mark.parametrize("wrong, right", [("gpro", "grpo"), ("drgrpo", "dr_grpo"), ("rlo", "rloo")])
 def test_a_misspelt_algorithm_is_refused_with_the_nearest(wrong, right):
-    with pytest.raises(Refused, match=f"^{wrong}: .*did you mean {right}"):
+    with pytest.raises(Refused, match=rf"^{wrong}: .*did you mean [^?]*\b{right}\b"):
         parse([wrong])
     with pytest.raises(Refused, match=".*".join(ALGORITHMS)):  # nothing is near: all of them
         parse(["xyz"])
@@ -155,32 +158,86 @@ VALUES = {
     "temperature": st.floats(0.05, 100), "lr_schedule": st.sampled_from(["constant", "linear", "cosine"]),
     "engine": st.just("local"), "dtype": st.sampled_from(["float32", "bfloat16"]), "eval_only": st.just(True),
     "eps_low": st.floats(0, 1, exclude_max=True), "kl_estimator": st.sampled_from(["k2", "k3"]),
-    "std_ddof": st.sampled_from([0, 1]), "aggregation": st.sampled_from(["token-sum", "constant", "bnpo"]),
-    "updates_per_batch": st.sampled_from([2, 4]),
+    "aggregation": st.sampled_from(["token-sum", "constant", "bnpo"]), "updates_per_batch": st.sampled_from([2, 4]),
+    "ratio_level": st.sampled_from(["token", "joint"]), "prox": st.sampled_from(["loglinear", "recompute"]),
+    "kl_in": st.sampled_from(["loss", "reward"]), "correction.kind": st.sampled_from(["none", "truncate", "mask"]),
+    "correction.level": st.sampled_from(["token", "joint"]), "correction.low": st.floats(0, 1),
+    "correction.high": st.floats(1, exclude_min=True), "critic.trunk": st.sampled_from(["own", "shared"]),
+    "ref_model": texts(),
+    **{f"{norm}.{axis}": st.sampled_from(values) for norm in ("reward_norm", "adv_norm") for axis, values in (
+        ("mean_level", ["group", "batch"]), ("std_level", ["group", "batch", "none"]), ("leave_one_out", [True, False]),
+        ("ddof", [0, 1]), ("eps_in", ["std", "variance"]))},
+    **dict.fromkeys(("m2_threshold", "critic.clip", "critic.huber", "dual_clip"), st.none() | positive),
+    **dict.fromkeys(("gamma", "critic.gae_lambda"), st.floats(0, 1)), "critic.bootstrap": st.booleans(),
+    **dict.fromkeys(("entropy_weight", "trpo.damping"), st.floats(0, allow_infinity=False)),
     **dict.fromkeys(("data", "eval_data", "model", "system_prompt", "prompt_suffix", "device"), texts()),
     **dict.fromkeys(("weight_decay", "eps_high", "kl_weight"), st.floats(0, allow_infinity=False)),
-    **dict.fromkeys(("lr", "max_grad_norm", "std_eps"), positive),
-    **dict.fromkeys(("warmup_steps", "eval_every", "save_every", "seed"), st.integers(0, 10**6)),
+    **dict.fromkeys(("lr", "max_grad_norm", "tau_pos", "tau_neg", "trpo.delta", "reward_norm.eps", "adv_norm.eps",
+                     "critic.weight", "critic.lr_factor"), positive),
+    **dict.fromkeys(("warmup_steps", "eval_every", "save_every", "seed", "critic.warmup_steps"), st.integers(0, 10**6)),
 }  # fmt: skip
 
 
-def settings(group):
-    """Values for some of a group's fields."""
-    fields = [f.name for f in dataclasses.fields(group) if f.name not in ("out", "resume", "dry_run")]
-    return st.fixed_dictionaries({}, optional={name: VALUES.get(name, counts) for name in fields})
+def settings(group, unused=()):
+    """Values for some of a group's settings, at most eight."""
+    names = [name for name, _ in flat(group()) if name.split(".")[0] not in {"out", "resume", "dry_run", *unused}]
+    some = st.lists(st.sampled_from(names), max_size=8, unique=True)
+    return some.flatmap(lambda chosen: st.fixed_dictionaries({name: VALUES.get(name, counts) for name in chosen}))
 
 
-@given(st.sampled_from([*ALGORITHMS]), settings(Config), settings(Axes))
-def test_the_printed_command_gives_the_same_settings_again(name, job, axes):
-    cfg, axes = config.resolved(Config(**job)), dataclasses.replace(ALGORITHMS[name].axes, **axes)
+def again(name, cfg, axes):
+    """The settings that the command printed at the start of a run asks for."""
+    said = describe("train.py", name, cfg, axes)
+    words = shlex.split(said[said.index("\nagain: ") :].removeprefix("\nagain: "))
+    assert words[:3] == ["python", "train.py", name]
+    return parse(words[2:], PAGE[name])
+
+
+@given(st.sampled_from([*ALGORITHMS]), st.data())
+def test_the_printed_command_gives_the_same_settings_again(name, data):
+    """Of the job and of the axes, nested ones, none and infinity among them."""
+    job, others = data.draw(settings(Config)), data.draw(settings(Axes, ALGORITHMS[name].unused()))
+    cfg, axes = config.resolved(Config(**{**ALGORITHMS[name].job, **job})), changed(ALGORITHMS[name].axes, **others)
     try:
         config.check(name, cfg, axes)
     except Refused:
         assume(False)
-    said = describe("train_grpo.py", name, cfg, axes)
-    words = shlex.split(said[said.index("\nagain: ") :].removeprefix("\nagain: "))
-    assert words[:3] == ["python", "train_grpo.py", name]
-    assert parse(words[2:]) == (name, cfg, axes)
+    assert again(name, cfg, axes) == (name, cfg, axes)
+
+
+@pytest.mark.parametrize("name, others", [
+    ("decoupled_ppo", {"correction.kind": "truncate", "correction.high": float("inf")}),
+    ("ppo", {"critic.clip": None, "critic.huber": 2.0, "critic.bootstrap": True, "critic.gae_lambda": 0.95}),
+    ("m2po", {"m2_threshold": None}), ("grpo", {"dual_clip": 3.0, "kl_weight": 0.1, "ref_model": "--beta"}),
+    ("rloo", {"reward_norm.leave_one_out": False}), ("grpo", {"adv_norm.std_level": "batch", "adv_norm.ddof": 0}),
+])  # fmt: skip
+def test_nested_axes_none_infinity_and_what_is_taken_away_are_printed_as_flags(name, others):
+    cfg, axes = config.resolved(Config()), changed(ALGORITHMS[name].axes, **others)
+    assert again(name, cfg, axes) == (name, cfg, axes)
+
+
+def test_an_algorithm_has_defaults_for_its_job(capsys):
+    """They give way to flags, and a command that repeats them says nothing."""
+    _, cfg, axes = parse(["diagnostic"])
+    assert (cfg.samples_per_prompt, cfg.max_new_tokens) == (8, 64)
+    assert command("t.py", "diagnostic", cfg, axes) == "python t.py diagnostic"
+    assert "(default: 64)" in helped(capsys, "diagnostic")["--max-new-tokens"]
+    _, cfg, axes = parse(["diagnostic", "--max-new-tokens", "5"])
+    assert cfg.max_new_tokens == 5 and command("t.py", "diagnostic", cfg, axes).endswith("diagnostic --max-new-tokens 5")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_run_is_resumed_by_its_own_axes(desk, name):
+    """Nested ones too, as config.json keeps them; flags beside --resume change them."""
+    others = {"entropy_weight": 0.25, "adv_norm.mean_level": "group", "adv_norm.std_level": "batch", "adv_norm.eps": 0.125}
+    saved = changed(ALGORITHMS[name].axes, **others, **({"critic.clip": None} if PAGE[name] == "ppo" else {}))
+    cfg = config.resolved(Config(**ALGORITHMS[name].job, stop=("x",), steps=7))
+    (desk / "run").mkdir()
+    parts = {"algorithm": name, "config": dataclasses.asdict(cfg), "axes": dataclasses.asdict(saved)}
+    (desk / "run" / "config.json").write_text(json.dumps(parts))
+    resumed = dataclasses.replace(cfg, resume="run")
+    assert parse(["--resume", "run"], PAGE[name]) == (name, resumed, saved)
+    assert parse([name, "--resume=run", "--entropy-weight", "0.5"], PAGE[name])[2] == changed(saved, entropy_weight=0.5)
 
 
 @given(st.data())
@@ -202,9 +259,9 @@ def test_the_derived_counts_are_printed(prompts, samples, updates, epochs, steps
     said = describe("train_grpo.py", "grpo", cfg, Axes())
     count = "1 update a step" if updates * epochs == 1 else f"{updates * epochs} updates a step"
     assert f"{prompts * samples} samples = {prompts} prompts × {samples}; {count}" in said
-    for group in (cfg, Axes()):
-        for f in dataclasses.fields(group):
-            assert re.search(rf"(^|\s){f.name}={re.escape(repr(getattr(group, f.name)))}(\s|$)", said)
+    for setting, value in flat(cfg) + flat(Axes()):
+        unused = setting.split(".")[0] in ALGORITHMS["grpo"].unused()
+        assert bool(re.search(rf"(^|\s){setting}={re.escape(repr(value))}(\s|$)", said)) != unused
 
 
 @pytest.mark.parametrize("task, digits, limit", [("arithmetic", 1, 12), ("arithmetic", 3, 24), ("jsonl", 3, 256)])
@@ -236,7 +293,8 @@ def test_the_task_sets_the_length_limit_where_the_flags_do_not(task, digits, lim
         "--eval-every", "--save-every", "--warmup-steps", "--weight-decay", "--seed")),
     ("--eps-low 1", r"^--eps-low 1.0: "), ("--eps-low -0.1", r"^--eps-low -0.1: "),
     ("--eps-high nan", r"^--eps-high nan: "), ("--kl-weight -1", r"^--kl-weight -1.0: "),
-    ("--std-eps 0", r"^--std-eps 0.0: "), ("--std-eps nan", r"^--std-eps nan: "),
+    ("--reward-norm.eps 0", r"^--reward-norm.eps 0.0: "), ("--adv-norm.eps nan", r"^--adv-norm.eps nan: "),
+    ("ppo", r"^ppo: it has a critic; python train_ppo.py ppo$"),
     ("--length-limit 0", r"^--length-limit 0: "), ("--digits 13", r"^--digits 13: 1 to 12"),
     ("--task jsonl", r"^--task jsonl needs --data FILE"),
     ("--task gsm8k --model M", r"^--task gsm8k needs --data FILE"),

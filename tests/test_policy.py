@@ -14,7 +14,7 @@ from nanorl import tiny
 from nanorl.algorithms import ALGORITHMS
 from nanorl.config import Config, Refused
 from nanorl.optimize import adamw, clip_and_step, learning_rate
-from nanorl.policy import Policy, admit, check_scores, end_tokens, load, measure
+from nanorl.policy import Policy, admit, check_scores, end_tokens, frozen, load, measure
 from nanorl.sample import Group, Prompt, Sample, collate
 
 V = 17  # the tiny tokenizer's vocabulary
@@ -61,7 +61,7 @@ def gradient(policy, value):
 
 def probe(policy, batch):
     """Log-probs and the gradient of a sum of them with unequal weights, also off the mask."""
-    logp = policy(batch)
+    logp = policy(batch).logp
     weight = torch.arange(1, logp.numel() + 1, dtype=logp.dtype).reshape(logp.shape).sin()
     return logp.detach(), gradient(policy, (logp * weight).sum())
 
@@ -79,7 +79,7 @@ def test_logp_at_t_is_the_models_own_log_softmax_at_t_minus_1_of_the_token_at_t(
     """Row by row, alone and unpadded, position by position; 0 off the mask."""
     net, batch = make(name), make_batch()
     with torch.no_grad():
-        logp = Policy(net, temperature)(batch)
+        logp = Policy(net, temperature)(batch).logp
         assert logp.shape == batch.mask.shape and logp.dtype == torch.float64
         for i, n in enumerate(batch.length.tolist()):
             logits = net(input_ids=batch.ids[i : i + 1, :n]).logits[0]
@@ -111,7 +111,7 @@ def test_padding_changes_nothing_whatever_it_holds_and_however_wide_it_is(name):
     rows = [batch.select(torch.tensor([i])) for i in range(len(batch))]  # each row alone, without padding
     for i, (row, n) in enumerate(zip(rows, batch.length.tolist())):
         assert row.ids.shape == (1, n)
-        assert torch.allclose(policy(row)[0], clean[0][i, :n], rtol=0, atol=1e-12)
+        assert torch.allclose(policy(row).logp[0], clean[0][i, :n], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -128,7 +128,43 @@ def test_chunks_change_neither_value_nor_gradient_and_bound_the_logits(name, row
 
 def test_a_batch_in_which_nothing_was_sampled_scores_zero_everywhere():
     batch = make_batch()
-    assert Policy(make("qwen3"))(replace(batch, mask=torch.zeros_like(batch.mask))).eq(0).all()
+    assert Policy(make("qwen3"))(replace(batch, mask=torch.zeros_like(batch.mask))).logp.eq(0).all()
+
+
+ENTROPY = frozenset({"entropy"})
+
+
+@pytest.mark.parametrize("rows", [1, 3, 10**6])
+@pytest.mark.parametrize("name", EVERY)
+def test_entropy_is_that_of_the_models_own_distribution_in_value_and_gradient(name, rows, monkeypatch):
+    """H = −Σ_v p_v log p_v, from [B, T, V] logits that the policy itself never has; 0 off the mask."""
+    net, batch, temperature = make(name).eval(), make_batch(), 0.7
+    logp = torch.log_softmax(net(input_ids=batch.ids).logits / temperature, -1)
+    before = -(logp.exp() * logp).sum(-1)[:, :-1]  # [B, T−1] of the distribution that the next token is from
+    weight = torch.arange(1, batch.mask.numel() + 1).double().reshape(batch.mask.shape).sin() * batch.mask
+    wanted = gradient(net, (before * weight[:, 1:]).sum())
+    monkeypatch.setattr(module, "CHUNK", rows * V)
+    out = Policy(net, temperature)(batch, ENTROPY)
+    assert same([out.entropy[:, 1:]], [before * batch.mask[:, 1:]]) and out.entropy[~batch.mask].eq(0).all()
+    assert same([gradient(net, (out.entropy * weight).sum())], [wanted], 1e-10) and wanted.norm() > 0.1
+
+
+def test_asking_for_the_entropy_changes_no_log_prob_and_not_asking_computes_none():
+    policy, batch = Policy(make("qwen3"), temperature=0.7), make_batch()
+    without, asked = policy(batch), policy(batch, ENTROPY)
+    assert without.entropy is None and asked.entropy[batch.mask].gt(0).all()
+    assert same([asked.logp], [without.logp])
+    assert same([gradient(policy, asked.logp.sum())], [gradient(policy, policy(batch).logp.sum())])
+    assert torch.equal(without.hidden, policy.hidden(batch.ids))
+
+
+def test_probabilities_of_zero_have_no_entropy_and_a_finite_gradient():
+    """Logits 1,000 apart in float32: p log p is 0, not 0 · −∞."""
+    policy = Policy(make("llama", torch.float32), temperature=0.05)
+    policy.model.lm_head.weight.data *= 200
+    entropy = policy(make_batch(), ENTROPY).entropy
+    assert entropy.isfinite().all() and entropy.min() >= 0 and entropy.max() < 1e-3
+    assert gradient(policy, entropy.sum()).isfinite().all()
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -137,19 +173,19 @@ def test_two_passes_of_a_model_with_dropout_are_equal(name):
     net, batch = make(name).train(), make_batch()
     assert not torch.equal(net(batch.ids).logits, net(batch.ids).logits) or name == "qwen3"  # it does drop
     policy = Policy(admit(net, name))
-    assert torch.equal(policy(batch), policy(batch))
+    assert torch.equal(policy(batch).logp, policy(batch).logp)
 
 
 def test_an_admitted_gpt2_drops_nothing_even_in_training_mode():
     policy, batch = Policy(admit(make("gpt2"), "gpt2")), make_batch()
-    calm = policy(batch)
-    assert torch.equal(policy.train()(batch), calm)
+    calm = policy(batch).logp
+    assert torch.equal(policy.train()(batch).logp, calm)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_bfloat16_is_the_precision_of_passes_and_never_that_of_weights(name):
     net, batch = make(name, torch.float32), make_batch()
-    wide, narrow = Policy(net)(batch), Policy(net, dtype=torch.bfloat16)(batch)
+    wide, narrow = Policy(net)(batch).logp, Policy(net, dtype=torch.bfloat16)(batch).logp
     assert narrow.dtype == torch.float32 and narrow.isfinite().all()
     assert 0 < (wide - narrow).abs().max() < 0.3  # it is another precision, and close
     narrow.sum().backward()
@@ -168,14 +204,14 @@ def counted(policy):
 
 def test_one_update_costs_no_pass_and_more_cost_one_for_the_rows_of_later_updates_alone():
     policy, batch = Policy(make("qwen3")), make_batch()
-    exact, passes = policy(batch).detach(), counted(policy)
+    exact, passes = policy(batch).logp.detach(), counted(policy)
     grpo = ALGORITHMS["grpo"]
 
     def measured(**flags):
         cfg = Config(**flags)
         updates = batch.shuffle_into(cfg.updates_per_batch, cfg.epochs_per_batch, key=(0, 0))
         passes.clear()
-        return updates, measure(batch, policy, None, grpo.needs(cfg, grpo.axes), updates[1:], tokens=8)
+        return updates, measure(batch, policy, None, grpo.needs(cfg), updates[1:], tokens=8)
 
     _, result = measured()
     assert passes == [] and result is batch
@@ -198,8 +234,46 @@ def test_the_reference_is_measured_for_every_row_by_its_own_weights_in_passes_of
     mine, theirs = counted(policy), counted(ref)
     result = measure(batch, policy, ref, frozenset({"logp_ref"}), [], tokens)
     assert mine == [] and sorted(sum(theirs, [])) == list(range(len(batch)))
-    assert torch.allclose(result.logp_ref.double(), ref(batch), rtol=0, atol=1e-6)
+    assert torch.allclose(result.logp_ref.double(), ref(batch).logp, rtol=0, atol=1e-6)
     assert result.logp_prox is None
+
+
+# ---- the reference
+
+
+def saved(net, folder):
+    """The folder of a model and the tiny tokenizer."""
+    net.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_the_reference_is_the_model_of_its_folder_at_the_policys_temperature_and_never_trained(tmp_path):
+    policy, batch = Policy(make("llama", torch.float32), temperature=0.7), make_batch()
+    ref = frozen(str(saved(make("qwen3", torch.float32), tmp_path)), policy)
+    assert torch.equal(ref(batch).logp, Policy(make("qwen3", torch.float32), temperature=0.7)(batch).logp)
+    assert not any(p.requires_grad for p in ref.parameters()) and not ref(batch).logp.requires_grad
+    half, alike = (Policy(make(name, torch.float32), dtype=torch.bfloat16) for name in ("llama", "qwen3"))
+    assert torch.equal(frozen(str(tmp_path), half)(batch).logp, alike(batch).logp)
+
+
+def test_a_reference_from_the_policys_own_folder_stays_when_the_policy_moves(tmp_path):
+    policy, batch = Policy(load(str(saved(make("gpt2", torch.float32), tmp_path)), "cpu")[0]), make_batch()
+    ref = frozen(str(tmp_path), policy)
+    start = policy(batch).logp.detach()
+    policy(batch).logp.sum().backward()
+    clip_and_step(policy, adamw(policy, Config()), 1e-2, 1.0)
+    assert torch.equal(ref(batch).logp, start) and not torch.equal(policy(batch).logp, start)
+
+
+def test_a_reference_of_another_vocabulary_or_none_is_refused_by_its_own_flag_in_one_line(tmp_path):
+    policy = Policy(make("llama", torch.float32))
+    other = LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": V + 1}))
+    for folder, wrong in ((saved(other, tmp_path / "other"), f"it knows {V + 1} tokens, the policy {V};"),
+                          (tmp_path / "none", "no such folder")):  # fmt: skip
+        with pytest.raises(Refused, match=f"^--ref-model {folder}: {wrong}") as refused:
+            frozen(str(folder), policy)
+        assert "\n" not in str(refused.value)
 
 
 # ---- which models may be trained
@@ -228,7 +302,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(scaling):
         net.get_output_embeddings().weight.normal_(generator=torch.Generator().manual_seed(0))
     if scaling:
         with pytest.raises(Refused, match=f"^--model NAME: {scaling}"):
-            admit(net, "NAME")
+            admit(net, "--model NAME")
     with pytest.raises(Refused, match="^--model: log-probs from hidden states differ"):
         check_scores(Policy(net), make_batch().ids)
 
@@ -250,7 +324,7 @@ def test_a_model_that_says_nan_is_refused():
 
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(Refused, match="^--model NAME: no output embedding"):
-        admit(make("llama").model, "NAME")
+        admit(make("llama").model, "--model NAME")
 
 
 @pytest.mark.parametrize(("declared", "of_tokenizer", "all_of_them"), [
@@ -278,9 +352,7 @@ def test_a_generation_config_with_a_temperature_can_be_saved_once_the_model_is_a
 
 
 def test_weights_saved_in_bfloat16_are_trained_in_float32(tmp_path):
-    make("llama", torch.bfloat16).save_pretrained(tmp_path)
-    tiny.tokenizer().save_pretrained(tmp_path)
-    net, words = load(str(tmp_path), "cpu")
+    net, words = load(str(saved(make("llama", torch.bfloat16), tmp_path)), "cpu")
     assert {p.dtype for p in net.parameters()} == {torch.float32}
     assert words("1+2=").input_ids == tiny.tokenizer()("1+2=").input_ids
 
@@ -301,7 +373,7 @@ def test_a_weight_of_one_moves_by_lr_1e_6_under_bfloat16_passes():
     """Adam's first step is lr·sign(gradient); in bfloat16 1 − 1e-6 would be 1."""
     policy = Policy(make("llama", torch.float32), dtype=torch.bfloat16)
     optimizer = adamw(policy, Config(lr=1e-6))
-    policy(make_batch()).sum().backward()
+    policy(make_batch()).logp.sum().backward()
     norm = policy.model.model.norm.weight
     assert norm.detach().eq(1).all() and norm.grad.abs().min() > 1e-5
     sign = norm.grad.sign()
@@ -341,7 +413,7 @@ def test_a_step_goes_along_the_gradient_shortened_to_the_norm_that_is_allowed():
     """By plain descent, in which the weights move by lr·gradient·min(1, allowed/norm). The norm told is that before."""
     for allowed in (0.5, 1e9):
         policy = Policy(make("llama"))
-        policy(make_batch()).sum().backward()
+        policy(make_batch()).logp.sum().backward()
         before, gradients = ([x.detach().clone() for x in xs] for xs in (policy.parameters(), [p.grad for p in policy.parameters()]))
         size = math.sqrt(sum(float(g.square().sum()) for g in gradients))
         norm, moved = stepped(policy, torch.optim.SGD(policy.parameters(), lr=99.0), before, lr=0.01, max_grad_norm=allowed)
@@ -355,19 +427,19 @@ def test_a_step_goes_along_the_gradient_shortened_to_the_norm_that_is_allowed():
 def test_one_bad_number_in_the_gradient_leaves_weights_and_moments_bitwise_as_they_were(poison):
     policy = Policy(make("llama"))
     optimizer = adamw(policy, Config(weight_decay=0.1))
-    policy(make_batch()).sum().backward()
+    policy(make_batch()).logp.sum().backward()
     clip_and_step(policy, optimizer, 1e-3, 1.0)
     weights = [p.detach().clone() for p in policy.parameters()]
     moments = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in policy.parameters()]
 
-    policy(make_batch()).sum().backward()
+    policy(make_batch()).logp.sum().backward()
     policy.model.lm_head.weight.grad[3, 2] = poison
     norm = clip_and_step(policy, optimizer, 1e-3, 1.0)
     assert not math.isfinite(norm)
     assert all(torch.equal(a, b) for a, b in zip(weights, policy.parameters()))
     assert all(torch.equal(v, optimizer.state[p][k]) for p, was in zip(policy.parameters(), moments) for k, v in was.items())
 
-    policy(make_batch()).sum().backward()  # and the next good gradient is not spoiled by it
+    policy(make_batch()).logp.sum().backward()  # and the next good gradient is not spoiled by it
     assert math.isfinite(clip_and_step(policy, optimizer, 1e-3, 1.0))
     assert all(p.isfinite().all() for p in policy.parameters())
 

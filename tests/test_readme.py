@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanorl import config
-from nanorl.algorithms import Axes
+from nanorl.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -29,9 +29,19 @@ COMMANDS = [
 ]
 
 
+CATALOGUE = "# ---- the catalogue"  # where the first part of advantage.py and of loss.py ends
+TRAINS = {"train_grpo.py": "grpo", "train_ppo.py": "ppo"}  # each page and what it trains unless another is named
+
+
 def length(path):
     """Lines of a file."""
     return len(path.read_text().splitlines())
+
+
+def read_first(path):
+    """Lines of a file that a first reader reads: all, of a catalogue those up to the line that begins it."""
+    lines = path.read_text().splitlines()
+    return next((i + 1 for i, line in enumerate(lines) if line.startswith(CATALOGUE)), len(lines))
 
 
 def file_of(name):
@@ -42,23 +52,26 @@ def file_of(name):
 # ------------------------------------------------------------------------------------------------ commands
 
 
-@pytest.mark.parametrize("words", [c for c in COMMANDS if c[:2] == ["python", "train_grpo.py"]], ids=shlex.join)
+@pytest.mark.parametrize("words", [c for c in COMMANDS if c[0] == "python" and c[1] in TRAINS], ids=shlex.join)
 def test_a_command_of_the_readme_is_accepted(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    default = TRAINS[words[1]]
     Path("RUN").mkdir()
-    settings = {"config": dataclasses.asdict(config.resolved(config.Config())), "axes": dataclasses.asdict(Axes())}
-    (Path("RUN") / "config.json").write_text(json.dumps({"algorithm": "grpo", **settings}))
+    job, axes = config.resolved(config.Config()), ALGORITHMS[default].axes
+    saved = {"algorithm": default, "config": dataclasses.asdict(job), "axes": dataclasses.asdict(axes)}
+    (Path("RUN") / "config.json").write_text(json.dumps(saved))
     if "--help" in words:
         with pytest.raises(SystemExit, match="^0$"):
-            config.parse(words[2:])
+            config.parse(words[2:], default)
         assert "--steps" in capsys.readouterr().out
     else:
-        _, cfg, _ = config.parse(words[2:])
+        _, cfg, _ = config.parse(words[2:], default)
         assert not any("\\" in text for text in cfg.stop), "a shell leaves \\n in quotes as it is; $'\\n' is a new line"
 
 
 def test_other_commands_of_the_readme_name_what_is_there():
-    assert len([c for c in COMMANDS if c[:2] == ["python", "train_grpo.py"]]) > 3
+    assert len([c for c in COMMANDS if c[1:2] == ["train_grpo.py"]]) > 3
+    assert any(c[1:2] == ["train_ppo.py"] for c in COMMANDS)
     for words in COMMANDS:
         if words[0] == "python" and words[1] == "-m":
             assert importlib.util.find_spec(words[2])
@@ -98,7 +111,7 @@ def test_nothing_is_left_to_fill_in():
 
 
 def test_the_number_of_lines_is_true():
-    total = sum(length(file_of(name)) for name in PATH[1].split())
+    total = sum(read_first(file_of(name)) for name in PATH[1].split())
     claimed = int(re.search(r"([\d,]+)\s+lines", PATH[2])[1].replace(",", ""))
     assert abs(claimed - total) <= 0.05 * total, f"{total} lines"
 
@@ -106,7 +119,8 @@ def test_the_number_of_lines_is_true():
 def test_the_first_readers_path_is_short():
     names = PATH[1].split()
     assert {*"sample tasks tiny policy reward advantage loss rollout buffer train_grpo".split()} <= {*names}
-    assert sum(length(file_of(name)) for name in names) <= 1800
+    assert sum(read_first(file_of(name)) for name in names) <= 1800
+    assert [name for name in names if read_first(file_of(name)) < length(file_of(name))] == ["advantage", "loss"]
     for name in names:
         assert name in PATH[2], f"{name} is counted and not named"
 
@@ -124,6 +138,34 @@ def test_the_loop_fits_on_a_page():
     for path in SCRIPTS:
         train = next(node for node in TREES[path].body if isinstance(node, ast.FunctionDef) and node.name == "train")
         assert train.end_lineno - train.lineno + 1 <= 50
+
+
+def page(name, added=()):
+    """The function `train` of a page without its marked lines, `# + …`; where a mark repeats code, without that code."""
+    lines = (ROOT / name).read_text().splitlines()
+    for passage in added:
+        assert any(line.endswith(f"#{passage}") for line in lines), f"no line is marked with{passage}"
+        lines = [line.replace(passage, "") if line.endswith(f"#{passage}") else line for line in lines]
+    kept = "\n".join(line for line in lines if "# +" not in line)
+    return next(node for node in ast.parse(kept).body if isinstance(node, ast.FunctionDef) and node.name == "train")
+
+
+class WithoutNaturalStep(ast.NodeTransformer):
+    """`if algo.natural: … else: …` becomes its second half, and what the first needs is not imported."""
+
+    def visit_If(self, node):
+        return node.orelse if ast.unparse(node.test) == "algo.natural" else node
+
+    def visit_ImportFrom(self, node):
+        return None if node.module == "nanorl.trpo" else node
+
+
+def test_the_difference_between_the_pages_is_the_critic():
+    """train_ppo.py without what it marks as its own is train_grpo.py without the natural step, statement for statement."""
+    grpo, ppo = page("train_grpo.py"), page("train_ppo.py", added=[" + value_loss"])
+    plain = ast.unparse(WithoutNaturalStep().visit(grpo))
+    assert ast.unparse(ppo) == plain
+    assert "natural" not in plain and "critic" not in plain and "clip_and_step(policy" in plain
 
 
 @pytest.mark.parametrize("name", ["advantage", "loss"])

@@ -117,7 +117,7 @@ def test_the_engine_tells_the_log_probs_that_the_trainer_computes(name, temperat
     completions = generate(engine, jobs)
     batch = as_batch([(ids, c) for (ids, _), c in zip(jobs, completions)])
     with torch.no_grad():
-        logp = Policy(engine.policy.model, temperature)(batch)
+        logp = Policy(engine.policy.model, temperature)(batch).logp
     assert (logp - batch.logp_behave).abs().max() < 1e-4 * max(1, 1 / temperature)
     assert temperature < 0.5 or batch.logp_behave[batch.mask].std() > 0.1  # they are not all alike
 
@@ -127,7 +127,7 @@ def test_gradients_can_be_taken_after_generation_also_in_bfloat16():
         engine = LocalEngine(Policy(make("llama"), dtype=dtype), WORDS)
         jobs = jobs_of([3, 9])
         batch = as_batch([(ids, c) for (ids, _), c in zip(jobs, generate(engine, jobs))])
-        engine.policy(batch).sum().backward()
+        engine.policy(batch).logp.sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in engine.policy.parameters())
 
 
@@ -378,7 +378,7 @@ def test_new_weights_go_on_where_the_old_ones_were_and_nothing_is_thrown_away(na
 
     new = asyncio.run(interrupted())
     with torch.no_grad():
-        logp = engine.policy(as_batch([(ids, c) for (ids, _), c in zip(jobs, new)]))
+        logp = engine.policy(as_batch([(ids, c) for (ids, _), c in zip(jobs, new)])).logp
     for i, ((ids, how), a, b) in enumerate(zip(jobs, old, new)):
         kept = b.version.count(0)
         assert kept == (steps if i < 4 else 0)

@@ -1,4 +1,4 @@
-"""Whole runs of train_grpo.py: what a step does to the weights, what a run leaves, and that a stop changes nothing."""
+"""Whole runs of both pages: what a step does to the weights, what a run leaves, and that a stop changes nothing."""
 
 import asyncio
 import dataclasses
@@ -22,14 +22,18 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import train_grpo
+import train_ppo
 from nanorl import checkpoint, config, optimize, reward, tiny
 from nanorl import launch as launching
+from nanorl.algorithms import ALGORITHMS
 from nanorl.monitor import COLUMNS, KEYS, WALL_CLOCK, log
 from nanorl.policy import Policy
 from nanorl.run import Run
 from nanorl.sample import Group, Prompt, Sample, collate
 
 ROOT = Path(__file__).resolve().parents[1]
+DEFAULT = {train_grpo: "grpo", train_ppo: "ppo"}
+AT_ONCE = {train_grpo: (), train_ppo: ("--critic.warmup-steps", 0)}  # the policy learns from the first step on
 P, G = 4, 4
 SIZES = ("--prompts-per-step", P, "--samples-per-prompt", G, "--lr", 1e-3, "--eval-problems", 8, "--eval-every", 3)
 
@@ -64,11 +68,12 @@ def start(tmp_path_factory):
     return folder
 
 
-def launch(*flags, train=train_grpo.train):
-    """The exit status of train_grpo.py with these flags, run here; the first may name an algorithm."""
+def launch(*flags, page=train_grpo, train=None):
+    """The exit status of a page's script with these flags, run here; the first may name an algorithm."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return launching.launch("train_grpo.py", "grpo", train, [*map(str, flags)])
+        script = Path(page.__file__).name
+        return launching.launch(script, DEFAULT[page], train or page.train, [*map(str, flags)])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -79,9 +84,9 @@ def addition(start, folder, *flags):
     return ("--model", start, "--digits", 1, *SIZES, "--out", folder, *flags)
 
 
-def trained(start, folder, *flags, steps=12):
+def trained(start, folder, *flags, steps=12, page=train_grpo):
     """The folder of such a run, finished."""
-    assert launch(*addition(start, folder, "--steps", steps, *flags)) == 0
+    assert launch(*addition(start, folder, "--steps", steps, *flags), page=page) == 0
     return folder
 
 
@@ -94,34 +99,39 @@ def content(folder):
     """All of a run that its repetition has to have, bit for bit."""
     last = checkpoint.latest(folder)
     metrics = [{key: value for key, value in line.items() if not key.startswith(WALL_CLOCK)} for line in lines(folder)]
-    return {"step": last.name, "weights": (last / checkpoint.WEIGHTS).read_bytes(), "metrics": metrics,
-            "moments": (last / checkpoint.MOMENTS).read_bytes(), "samples": (folder / "samples.jsonl").read_text(),
-            "state": checkpoint.read(last)["state"]}  # fmt: skip
+    return {"step": last.name, "metrics": metrics, "samples": (folder / "samples.jsonl").read_text(),
+            "state": checkpoint.read(last)["state"],
+            **{file.name: file.read_bytes() for file in last.glob("*.safetensors")}}  # fmt: skip
 
 
 def same(folder, other):
     """Both runs have the same content; one key at a time, so that a difference has a name."""
     ours, theirs = content(folder), content(other)
-    return [key for key in ours if ours[key] != theirs[key]] == []
+    return ours.keys() == theirs.keys() and [key for key in ours if ours[key] != theirs[key]] == []
 
 
-def moved(start, folder):
-    """Training changed the weights of every layer."""
-    before, after = load_file(start / checkpoint.WEIGHTS), load_file(checkpoint.latest(folder) / checkpoint.WEIGHTS)
+def moved(start, folder, prefix=""):
+    """Training changed the weights of every layer: of the policy, or of a critic's trunk, prefix critic."""
+    before = load_file(start / checkpoint.WEIGHTS)
+    after = load_file(checkpoint.latest(folder) / f"{prefix}{checkpoint.WEIGHTS}")
+    if prefix:
+        before = {name.replace("model.", "trunk.", 1): tensor for name, tensor in before.items() if "lm_head" not in name}
     return all(not torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.fixture
 def watched(monkeypatch):
-    """What happens in the runs of this test: weights before and after each step, passes of the policy by step.
+    """What happens in the runs of this test: weights before and after each step (a critic's too), passes by step.
 
     `stop_at`: SIGINT reaches the process when that many steps are done.
     """
-    seen = SimpleNamespace(weights=[], passes=[], stop_at=None, step=0)
+    seen = SimpleNamespace(weights=[], critics=[], passes=[], stop_at=None, step=0)
     begin, record, take, forward = Run.begin, Run.record, Run.take, Policy.forward
 
     def copied(run):
-        seen.weights.append({name: tensor.clone() for name, tensor in run.policy.model.state_dict().items()})
+        for kept, module in ((seen.weights, run.policy.model), (seen.critics, run.critic)):
+            if module is not None:
+                kept.append({name: tensor.clone() for name, tensor in module.state_dict().items()})
 
     def watched_begin(run):
         copied(run)
@@ -137,9 +147,9 @@ def watched(monkeypatch):
         copied(run)
         record(run, *args)
 
-    def watched_forward(policy, batch):
+    def watched_forward(policy, batch, needs=frozenset()):
         seen.passes.append((seen.step, torch.is_grad_enabled(), batch))
-        return forward(policy, batch)
+        return forward(policy, batch, needs)
 
     for target, name, function in ((Run, "begin", watched_begin), (Run, "take", watched_take),
                                    (Run, "record", watched_record), (Policy, "forward", watched_forward)):  # fmt: skip
@@ -169,9 +179,9 @@ def equal(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def changed(watched):
+def changed(weights):
     """For each step: did it change the weights?"""
-    return [not equal(*pair) for pair in zip(watched.weights, watched.weights[1:])]
+    return [not equal(*pair) for pair in zip(weights, weights[1:])]
 
 
 # ------------------------------------------------------------------------------------------------ a step
@@ -180,18 +190,18 @@ def changed(watched):
 def test_weights_move_where_a_group_has_contrast_and_nowhere_else(start, tmp_path, watched, monkeypatch):
     pays(monkeypatch, lambda ids: even(ids) if watched.step in (1, 3) else 0.5)
     folder = trained(start, tmp_path / "run", "--weight-decay", 0.1, steps=5)
-    assert changed(watched) == [False, True, False, True, False]
-    assert [line["contrast"] > 0 for line in lines(folder)[1:]] == changed(watched)
+    assert changed(watched.weights) == [False, True, False, True, False]
+    assert [line["contrast"] > 0 for line in lines(folder)[1:]] == changed(watched.weights)
     assert {step for step, _, _ in watched.passes} == {1, 3}
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "ppo"])
 def test_the_better_half_becomes_more_likely(start, tmp_path, watched, monkeypatch, name):
     """Pay for answers of an even sum: they are sampled more and more. A wrong sign would make them rare."""
     pays(monkeypatch, even)
-    assert launch(name, *addition(start, tmp_path / "run", "--steps", 30, "--lr", 3e-3)) == 0
+    page = train_ppo if name == "ppo" else train_grpo
+    assert launch(name, *addition(start, tmp_path / "run", "--steps", 30, "--lr", 3e-3), page=page) == 0
     rewards = [line["reward"] for line in lines(tmp_path / "run")[1:]]
-    print(rewards)
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 1
 
 
@@ -217,14 +227,17 @@ def test_rows_without_advantage_stay_out_of_the_passes_unless_they_have_a_kl_ter
     assert any(line["contrast"] < 1 for line in lines(folder)[1:])
 
 
-def test_the_size_of_micro_batches_does_not_change_the_weights(start, tmp_path, watched):
-    trained(start, tmp_path / "one", steps=2)
-    trained(start, tmp_path / "many", "--tokens-per-micro-batch", 1, steps=2)
-    one, many = watched.weights[1], watched.weights[4]  # after one step: Adam makes signs of the smallest differences
-    assert not equal(watched.weights[0], one)
+@pytest.mark.parametrize("page", [train_grpo, train_ppo], ids=DEFAULT.get)
+def test_the_size_of_micro_batches_does_not_change_the_weights(start, tmp_path, watched, page):
+    trained(start, tmp_path / "one", *AT_ONCE[page], steps=2, page=page)
+    trained(start, tmp_path / "many", "--tokens-per-micro-batch", 1, *AT_ONCE[page], steps=2, page=page)
     assert max(len(micro) for _, _, micro in watched.passes[-3:]) == 1
-    for name in one:
-        torch.testing.assert_close(one[name], many[name], rtol=0, atol=2e-4)
+    trained_ones = [(watched.weights, 1e-3)] + [(watched.critics, 5e-3)] * (page is train_ppo)
+    for weights, rate in trained_ones:
+        one, many = weights[1], weights[4]  # after one step: Adam makes signs of the smallest differences
+        assert not equal(weights[0], one)
+        for name in one:
+            torch.testing.assert_close(one[name], many[name], rtol=0, atol=0.2 * rate)
 
 
 def test_the_learning_rate_of_the_schedule_is_the_one_that_moves_the_weights(start, tmp_path, watched, monkeypatch):
@@ -234,6 +247,97 @@ def test_the_learning_rate_of_the_schedule_is_the_one_that_moves_the_weights(sta
     before, after = watched.weights
     assert lines(folder)[1]["lr"] == pytest.approx(2e-4)
     assert max(float((after[name] - before[name]).abs().max()) for name in before) == pytest.approx(2e-4, rel=1e-2)
+
+
+# ------------------------------------------------------------------------------------------------ the critic
+
+
+@pytest.mark.parametrize("trunk", ["own", "shared"])
+def test_at_first_the_critic_alone_learns(start, tmp_path, watched, monkeypatch, trunk):
+    """For --critic.warmup-steps the policy stays as it is, bit for bit, also where the critic reads its hidden states."""
+    pays(monkeypatch, even)
+    flags = ("--critic.warmup-steps", 3, "--critic.trunk", trunk, "--weight-decay", 0.1)
+    trained(start, tmp_path / "run", *flags, steps=5, page=train_ppo)
+    assert changed(watched.weights) == [False, False, False, True, True]
+    assert changed(watched.critics) == [True] * 5
+    assert [line["lr"] > 0 for line in lines(tmp_path / "run")[1:]] == changed(watched.weights)
+
+
+def test_the_critic_learns_at_its_own_rate(start, tmp_path, watched, monkeypatch):
+    """Adam's first step moves every weight by the rate, less only where the gradient is as small as its ε."""
+    pays(monkeypatch, even)
+    trained(start, tmp_path / "run", "--critic.lr-factor", 3, *AT_ONCE[train_ppo], steps=1, page=train_ppo)
+    for (before, after), rate in ((watched.weights, 1e-3), (watched.critics, 3e-3)):
+        assert max(float((after[name] - before[name]).abs().max()) for name in before) == pytest.approx(rate, rel=1e-2)
+
+
+def test_the_critic_comes_to_know_what_an_answer_earns_once_its_first_token_is_there(start, tmp_path, monkeypatch):
+    """Before it nobody can; all later values of the answer are one number, which one token decides."""
+    pays(monkeypatch, lambda ids: float(ids[0] % 2))
+    flags = ("--prompts-per-step", 16, "--critic.warmup-steps", 60, "--eval-every", 0)
+    rows = lines(trained(start, tmp_path / "run", *flags, steps=60, page=train_ppo))
+    assert rows[0]["value/mean"] == rows[0]["value/explained"] == 0  # a head of zeros
+    assert sum(row["value/explained"] for row in rows[-10:]) / 10 > 0.35
+    assert abs(sum(row["value/mean"] - row["reward"] for row in rows[-10:])) / 10 < 0.1
+
+
+# ------------------------------------------------------------------------------------------------ every algorithm
+
+
+OPTIONAL = frozenset("""kl/ref clip/dual correction/mean correction/max correction/masked m2/dropped
+    value/loss value/lr value/grad_norm value/mean value/explained""".split())  # of some algorithms alone
+
+
+def own_keys(row, updates):
+    """The keys of KEYS that a step of this row says."""
+    axes, prefixes = row.axes, ()
+    if "eps_low" in row.unused():
+        prefixes += ("clip",)
+    if axes.prox == "loglinear" and updates > 1:
+        prefixes += ("ratio", "clip", "kl/prox", "mismatch", "correction")
+    more = [(axes.kl_weight, "kl/ref"), (axes.dual_clip, "clip/dual"), (axes.correction.kind != "none", "correction"),
+            (axes.m2_threshold, "m2"), (row.critic, "value")]  # fmt: skip
+    also = tuple(key for asked, key in more if asked)
+    return {key for key in KEYS if (key not in OPTIONAL or key.startswith(also)) and not key.startswith(prefixes or "∅")}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_trains(start, tmp_path, monkeypatch, name):
+    """Three steps, of two updates where the row allows it: finite losses, moved weights, the keys that it should have."""
+    pays(monkeypatch, even)
+    row = ALGORITHMS[name]
+    page, updates = train_ppo if row.critic else train_grpo, 2 if row.has_ratio and not row.natural else 1
+    folder = tmp_path / "run"
+    flags = addition(start, folder, "--steps", 3, "--max-new-tokens", 6, "--updates-per-batch", updates, *AT_ONCE[page])
+    assert launch(name, *flags, page=page) == 0
+    assert moved(start, folder)
+    page = (ROOT / "notes" / "metrics.md").read_text()
+    documented = {*re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)}
+    for line in lines(folder)[1:]:
+        assert line.keys() & KEYS == own_keys(row, updates)
+        assert line.keys() - documented <= {"worked", "eval/worked", "eval/pass@1"}
+        assert line["grad_norm"] > 0 and line["skipped"] == 0
+
+
+# ------------------------------------------------------------------------------------------------ the reference
+
+
+def test_another_reference_pulls_elsewhere(start, tmp_path):
+    """--ref-model: its distance is there from the first step, and another gradient with it."""
+    elsewhere = checkpoint.latest(trained(start, tmp_path / "far", "--lr", 1e-2, steps=3))
+    own = trained(start, tmp_path / "own", "--kl-weight", 0.5, steps=2)
+    other = trained(start, tmp_path / "other", "--kl-weight", 0.5, "--ref-model", elsewhere, steps=2)
+    assert lines(own)[1]["kl/ref"] == 0 < 1e-3 < lines(other)[1]["kl/ref"]
+    assert content(own)["model.safetensors"] != content(other)["model.safetensors"]
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_reference_that_does_not_fit_is_refused_in_one_line_before_anything_is_made(start, tmp_path, capsys, more):
+    flags = addition(start, tmp_path / "run", "--kl-weight", 0.5, "--ref-model", tmp_path / "none", *more)
+    assert launch(*flags) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"train_grpo.py: --ref-model {tmp_path}/none: no such folder")
+    assert not [*tmp_path.iterdir()]
 
 
 # ------------------------------------------------------------------------------------------------ a gradient of NaN
@@ -257,7 +361,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_counted_and_said(start, tmp
     poisoned(monkeypatch, lambda update: update % 5 != 4)  # never five in a row
     folder = trained(start, tmp_path / "run", steps=10)
     sound = [False, False, False, False, True] * 2
-    assert changed(watched) == sound
+    assert changed(watched.weights) == sound
     assert [line["skipped"] == 0 for line in lines(folder)[1:]] == sound
     assert ["grad_norm" in line for line in lines(folder)[1:]] == sound
     assert capsys.readouterr().out.count("warning: the gradient is not finite") == 2
@@ -279,7 +383,7 @@ def test_five_such_steps_in_a_row_stop_the_run(start, tmp_path, watched, monkeyp
 WAYS = {
     "grpo": (), "falling lr": ("--lr-schedule", "cosine", "--warmup-steps", 9, "--weight-decay", 0.1),
     "updates": ("--updates-per-batch", 2, "--epochs-per-batch", 2), "kl": ("--kl-weight", 0.1),
-    "hot": ("--temperature", 1.3),
+    "hot": ("--temperature", 1.3), "entropy": ("--entropy-weight", 0.01),
 }  # fmt: skip
 
 
@@ -297,6 +401,67 @@ def test_stopped_after_7_of_12_steps_and_resumed_a_run_is_the_same(start, tmp_pa
     assert [line["step"] for line in lines(halves)] == [*range(13)]
     after = [json.loads((folder / "summary.json").read_text()) for folder in (halves, whole)]
     assert (after[0]["before"], after[0]["after"]) == (after[1]["before"], after[1]["after"])
+
+
+PPO_WAYS = {
+    "own": AT_ONCE[train_ppo], "shared": ("--critic.trunk", "shared", "--critic.weight", 0.2, *AT_ONCE[train_ppo]),
+    "updates": ("--updates-per-batch", 2, "--critic.warmup-steps", 4, "--critic.bootstrap", "--max-new-tokens", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", PPO_WAYS)
+def test_3_steps_and_3_more_are_6_with_a_critic_too(start, tmp_path, way):
+    """Policy, critic, both optimizers, samples and metrics, bit for bit. The KL's reference is the start, not step 3."""
+    whole = trained(start, tmp_path / "whole", *PPO_WAYS[way], steps=6, page=train_ppo)
+    halves = trained(start, tmp_path / "halves", *PPO_WAYS[way], steps=3, page=train_ppo)
+    assert launch("--resume", halves, "--steps", 6, page=train_ppo) == 0
+    assert {"critic.model.safetensors", "critic.optimizer.safetensors"} <= content(halves).keys()
+    assert same(halves, whole) and moved(start, whole)
+    assert way == "shared" or moved(start, whole, "critic.")
+    assert lines(whole)[1]["kl/ref"] == 0 < lines(whole)[6]["kl/ref"]
+
+
+def test_a_run_of_natural_steps_resumes_too(start, tmp_path):
+    """AdamW has no part in them, so its state is empty."""
+    for folder, steps in (("whole", 4), ("halves", 2)):
+        assert launch("trpo", *addition(start, tmp_path / folder, "--steps", steps)) == 0
+    assert launch("--resume", tmp_path / "halves", "--steps", 4) == 0
+    assert same(tmp_path / "halves", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("page", [train_grpo, train_ppo], ids=DEFAULT.get)
+def test_the_warm_start_is_the_reference_also_after_a_resume(start, tmp_path, monkeypatch, page):
+    """Where no flag names the model: its folder is asked for again, and the checkpoint's weights are not taken for it."""
+    monkeypatch.setattr(Run, "warm_start", lambda run: str(start))
+    flags = ("--digits", 1, *SIZES, "--kl-weight", 0.1, *AT_ONCE[page], "--out")
+    assert launch(*flags, tmp_path / "whole", "--steps", 4, page=page) == 0
+    assert launch(*flags, tmp_path / "halves", "--steps", 2, page=page) == 0
+    assert launch("--resume", tmp_path / "halves", "--steps", 4, page=page) == 0
+    assert same(tmp_path / "halves", tmp_path / "whole") and lines(tmp_path / "whole")[4]["kl/ref"] > 0
+
+
+@pytest.mark.parametrize("first, then", [("own", "shared"), ("shared", "own")])
+def test_another_critic_than_the_runs_is_refused_in_one_line_and_the_run_can_go_on(start, tmp_path, capsys, first, then):
+    run = trained(start, tmp_path / "run", "--critic.trunk", first, steps=2, page=train_ppo)
+    capsys.readouterr()
+    assert launch("--resume", run, "--steps", 3, "--critic.trunk", then, page=train_ppo) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "critic.model.safetensors" in said and "trunk." in said
+    assert launch("--resume", run, "--steps", 3, page=train_ppo) == 0
+
+
+def test_a_checkpoint_without_its_critic_is_refused_in_one_line(start, tmp_path, capsys):
+    run = trained(start, tmp_path / "run", steps=1, page=train_ppo)
+    last = checkpoint.latest(run)
+    state = json.loads((last / checkpoint.STATE).read_text())
+    for name in ("critic.model.safetensors", "critic.optimizer.safetensors"):
+        (last / name).unlink()
+        del state["files"][name]
+    (last / checkpoint.STATE).write_text(json.dumps(state))
+    capsys.readouterr()
+    assert launch("--resume", run, "--steps", 2, page=train_ppo) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"train_ppo.py: {last}/critic.model.safetensors: missing")
 
 
 def test_a_run_of_7_steps_can_have_5_more(start, tmp_path, capsys):
@@ -483,7 +648,7 @@ def test_metrics_have_an_object_a_step_with_documented_keys_alone(run):
     for line in run.metrics[1:]:
         keys = {re.sub(r"^eval/pass@\d+$", "eval/pass@k", key) if key != "eval/pass@1" else key for key in line}
         assert keys - documented <= {"worked", "eval/worked"}  # the task's own
-        required = KEYS - {"kl/ref"} if line["trained_rows"] else {"loss", "reward", "grad_norm", "lr"}
+        required = KEYS - OPTIONAL if line["trained_rows"] else {"loss", "reward", "grad_norm", "lr"}
         assert required <= keys
         assert ("eval/pass@1" in line) == (line["step"] % 3 == 0)
     assert {key for key in run.metrics[0] if not key.startswith("eval/")} == {"step", "seconds"}  # before training
@@ -507,7 +672,7 @@ def test_samples_rebuild_the_batches_that_were_trained(run, start):
         weights = {1: start, 10: run.folder / "checkpoints" / "step-9"}.get(line["step"])
         if weights:
             with torch.no_grad():
-                logp = Policy(AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32))(batch)
+                logp = Policy(AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32))(batch).logp
             torch.testing.assert_close(logp[batch.mask], batch.logp_behave[batch.mask], rtol=0, atol=1e-4)
 
 

@@ -1,0 +1,121 @@
+"""What does a step say about itself? Numbers that are functions of its batch alone; `notes/metrics.md` explains each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from nanorl import advantage as A
+from nanorl import loss as L
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanorl.objective import Algorithm
+    from nanorl.sample import Batch, Group
+
+
+def average(notes: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The mean of each name over the values that are finite, and NAME/abstained, the count of others, if there are.
+
+    >>> average([("style", 0.5), ("style", float("nan")), ("style", 1.0)])
+    {'style': 0.75, 'style/abstained': 1}
+    """
+    values, means = {}, {}
+    for name, value in notes:
+        values.setdefault(name, []).append(value)
+    for name, logged in values.items():
+        given = [value for value in logged if math.isfinite(value)]
+        if given:
+            means[name] = math.fsum(given) / len(given)
+        if len(given) < len(logged):
+            means[f"{name}/abstained"] = len(logged) - len(given)
+    return means
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float]:
+    """Without the values that are NaN or infinite, which neither JSON nor a chart can hold."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def mean(x: Tensor) -> float:
+    """The mean in float64, NaN over nothing."""
+    return float(x.cpu().double().mean())
+
+
+def std(x: Tensor) -> float:
+    """The standard deviation (ddof 1) in float64, NaN over less than two."""
+    return float(x.cpu().double().std()) if len(x) > 1 else math.nan
+
+
+def mean_max(name: str, x: Tensor) -> dict[str, float]:
+    """NAME/mean and NAME/max."""
+    return {f"{name}/mean": mean(x), f"{name}/max": float(x.max()) if len(x) else math.nan}
+
+
+def trained_ratio(batch: Batch, logp: Tensor, algo: Algorithm) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that were trained [B, T]; log-probs at the start of the step [B, T]; their ratio r = π_θ/π_old [N].
+
+    logp [B, T]: log π_θ when the token was trained, NaN in rows without a forward pass. Where nothing was measured at
+    the start it is π_θ's own. π_old is that, or the sampler with `--prox behave`; r is at the algorithm's level.
+    """
+    trained = batch.mask & logp.isfinite() & (batch.mask if batch.keep is None else batch.keep)
+    start = logp if batch.logp_prox is None else logp.where(batch.logp_prox.isnan(), batch.logp_prox)
+    old = batch.logp_behave if algo.axes.prox == "behave" else start
+    return trained, start, L.ratio(logp, old, batch.mask, algo.axes.ratio_level)[trained]
+
+
+def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algorithm,
+                 updates: int = 1) -> dict[str, float]:  # fmt: skip
+    """What a step of so many updates says about itself, by the names of notes/metrics.md; what is undefined or not finite
+    is left out, and so is what looks at π_prox where that was interpolated and not measured.
+
+    batch: after `credit`. logp [B, T]: log π_θ of each token when it was trained, NaN in rows without a forward pass.
+    groups: for the users' numbers. Nothing off the mask is looked at.
+    """
+    mask, reward, group = batch.mask, batch.reward.cpu().double(), batch.group.cpu()
+    trained, start, ratio = trained_ratio(batch, logp, algo)
+    share = 1 / A.group_size(reward, group)  # [B] adds up to 1 in a group, so that every group counts alike
+    first = batch.version.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]  # argmax: where the first True stands
+    tokens, counts = mask.sum(1), batch.ids[mask].unique(return_counts=True)[1]
+    metrics = {
+        "reward": mean(reward), "reward/std": std(reward),
+        "reward/group_std": float((share * A.group_std(reward, group)).sum() / share.sum()),
+        "contrast": float((share * ~A.constant(reward, reward, group)).sum() / share.sum()),
+        "adv/mean": mean(batch.adv[mask]), "adv/std": std(batch.adv[mask]),
+        **mean_max("lag", (batch.step - first)[tokens > 0]), **mean_max("ratio", ratio),
+        **clip_shares(batch, trained, ratio, algo),
+        "kl/prox": mean(L.kl(start, logp, trained)[trained]),  # samples of π_prox: KL(π_prox‖π_θ), E[r − 1 − log r]
+        **mean_max("mismatch", (start - batch.logp_behave)[trained].abs()),
+        "entropy": -mean(batch.logp_behave[mask]),
+        "repeat/token": int(counts.max()) / int(counts.sum()) if len(counts) else math.nan,
+        **mean_max("length", tokens), "truncated": mean(batch.truncated),
+        "samples": len(batch), "tokens": int(tokens.sum()), "trained_rows": mean((mask & logp.isfinite()).any(1)),
+    }  # fmt: skip
+    if batch.logp_ref is not None:
+        metrics["kl/ref"] = mean(L.kl(logp, batch.logp_ref, trained)[trained])
+    if batch.value is not None:
+        left, total = std((batch.returns - batch.value)[mask]), std(batch.returns[mask])
+        metrics |= {"value/mean": mean(batch.value[mask]), "value/explained": 1 - (left / (total or math.nan)) ** 2}
+    if algo.axes.correction.kind != "none":
+        factor = L.correction(start, batch.logp_behave, mask, **vars(algo.axes.correction))[trained]
+        metrics |= {**mean_max("correction", factor), "correction/masked": mean(factor == 0)}
+    if algo.axes.m2_threshold is not None:
+        metrics["m2/dropped"] = 1 - mean(batch.keep[mask & batch.adv.ne(0)])
+    if algo.axes.prox == "loglinear" and updates > 1:
+        of_prox = ("ratio", "clip", "kl/prox", "mismatch", "correction")
+        metrics = {name: x for name, x in metrics.items() if not name.startswith(of_prox)}
+    return finite({**metrics, **average(n for g in groups for s in g.samples if s.train for n in s.notes)})
+
+
+def clip_shares(batch: Batch, trained: Tensor, ratio: Tensor, algo: Algorithm) -> dict[str, float]:
+    """Shares of trained tokens that the clip leaves without gradient; nothing for a surrogate without a clip."""
+    if "eps_low" in algo.unused():
+        return {}
+    axes = algo.axes
+    whole = axes.ratio_level in ("sequence", "joint")
+    adv = (A.row_mean(batch.adv, batch.mask) if whole else batch.adv)[trained]
+    low, high = mean((adv < 0) & (ratio < 1 - axes.eps_low)), mean((adv > 0) & (ratio > 1 + axes.eps_high))
+    dual = {} if axes.dual_clip is None else {"clip/dual": mean((adv < 0) & (ratio > axes.dual_clip))}
+    return {"clip": low + high + dual.get("clip/dual", 0.0), "clip/low": low, "clip/high": high, **dual}

@@ -1,0 +1,222 @@
+"""How do the axes make a loss? One row of the table of algorithms: a surrogate, its axes, and what the loop calls.
+
+    advantage(batch) → [B, T]     looks across rows: baselines and scales, once, over the whole batch
+    keep(batch)      → [B, T]     tokens whose loss counts; a row with none costs no forward pass
+    loss(out, micro) → [b, T]     looks within a row: ratio, surrogate, correction, KL, entropy
+
+No torch here, so that --help is instant; `algorithms.py` has the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from nanorl import advantage as A
+from nanorl import loss as L
+from nanorl.axes import Axes, differences, idle, wrong
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanorl.config import Config
+    from nanorl.policy import Out
+    from nanorl.sample import Batch
+
+
+# ---- surrogates: (log π_θ, ratio, adv, mask, axes) → [b, T]
+
+
+def clipped(logp: Tensor, ratio: Tensor, adv: Tensor, mask: Tensor, axes: Axes) -> Tensor:
+    """−min(r·A, clip(r)·A)."""
+    return L.clipped(ratio, adv, mask, axes.eps_low, axes.eps_high, axes.dual_clip)
+
+
+def reinforce(logp: Tensor, ratio: Tensor, adv: Tensor, mask: Tensor, axes: Axes) -> Tensor:
+    """−A·log π."""
+    return L.reinforce(logp, adv, mask)
+
+
+def importance(logp: Tensor, ratio: Tensor, adv: Tensor, mask: Tensor, axes: Axes) -> Tensor:
+    """−r·A."""
+    return L.importance(ratio, adv, mask)
+
+
+def sapo(logp: Tensor, ratio: Tensor, adv: Tensor, mask: Tensor, axes: Axes) -> Tensor:
+    """−(4/τ)·σ(τ(r − 1))·A."""
+    return L.sapo(ratio, adv, mask, axes.tau_pos, axes.tau_neg)
+
+
+READS = {  # the axes that only some surrogates look at
+    clipped: {"ratio_level", "prox", "eps_low", "eps_high", "dual_clip"},
+    importance: {"ratio_level", "prox"},
+    sapo: {"ratio_level", "prox", "tau_pos", "tau_neg"},
+    reinforce: set(),
+}
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row of the table."""
+
+    says: str
+    equation: str
+    paper: str
+    surrogate: Callable[..., Tensor]
+    axes: Axes
+    differs: str
+    critic: bool = False  # V is learned: train_ppo.py
+    natural: bool = False  # the step is trpo.natural_step instead of AdamW's
+    job: dict[str, Any] = field(default_factory=dict)  # defaults of the job that belong to the algorithm
+
+    # ---- what the loop calls
+
+    def needs(self, cfg: Config) -> frozenset[str]:
+        """What has to be measured before the first update, or with the log-probs; no needs, no pass."""
+        axes, needs = self.axes, set()
+        if axes.prox == "recompute" and self.has_ratio and cfg.updates_per_batch * cfg.epochs_per_batch > 1:
+            needs.add("logp_prox")
+        if axes.m2_threshold is not None:  # decided before the first update, for all rows
+            needs |= {"logp_prox", "logp_prox of all rows"}
+        needs |= {"logp_ref"} if axes.kl_weight else set()
+        needs |= {"entropy"} if axes.entropy_weight else set()
+        return frozenset(needs | ({"value"} if self.critic else set()))
+
+    def advantage(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[B, T] advantage and returns: rewards normalised, placed, less the KL, returns to go or GAE, normalised again.
+
+        A reward stays with the token that earned it, unless it is normalised: then it is one number a row, at its end.
+        """
+        axes, mask, group = self.axes, batch.mask, batch.group
+        if axes.reward_norm.on:
+            total = batch.reward[:, None]
+            total = A.normalise(total, mask.new_ones(total.shape), group, **vars(axes.reward_norm))
+            reward = A.at_end(total[:, 0], mask)
+        else:
+            reward = A.placed(batch.rewards, mask)
+        if axes.kl_weight and axes.kl_in == "reward":  # at the sampler's log-probs; bounded as in AReaL and verl
+            distance = L.kl(batch.logp_behave, batch.logp_ref, mask, axes.kl_estimator)
+            reward = reward - axes.kl_weight * distance.clamp(-10, 10)
+        if self.critic:
+            adv = A.gae(reward, batch.value, mask, axes.gamma, axes.critic.gae_lambda, batch.bootstrap)
+            returns = adv + batch.value.where(mask, 0.0)
+        else:
+            adv = returns = A.returns_to_go(reward, mask, axes.gamma)
+        return (A.normalise(adv, mask, group, **vars(axes.adv_norm)) if axes.adv_norm.on else adv), returns
+
+    def keep(self, batch: Batch) -> Tensor:
+        """[B, T] bool. A row without advantage adds nothing to a surrogate, but it does to KL, entropy and value."""
+        axes, keep = self.axes, batch.mask
+        if not (self.critic or axes.entropy_weight or (axes.kl_weight and axes.kl_in == "loss")):
+            keep = keep & batch.adv.ne(0).any(1, keepdim=True)
+        if axes.m2_threshold is not None:
+            log_rho = L.log_ratio(batch.logp_prox, batch.logp_behave, batch.mask)
+            keep = keep & L.second_moment(log_rho, batch.adv, batch.mask, axes.m2_threshold)
+        return keep
+
+    def loss(self, out: Out, micro: Batch) -> Tensor:
+        """[b, T] ρ·surrogate + β·KL − c·entropy, each as far as the axes have it."""
+        axes, logp, mask = self.axes, out.logp, micro.mask
+        prox = proximal(logp, micro, axes)
+        whole = self.has_ratio and axes.ratio_level in ("sequence", "joint")
+        adv = A.row_mean(micro.adv, mask) if whole else micro.adv
+        per_token = self.surrogate(logp, L.ratio(logp, prox, mask, axes.ratio_level), adv, mask, axes)
+        if axes.correction.kind != "none":
+            per_token = per_token * L.correction(prox, micro.logp_behave, mask, **vars(axes.correction))
+        if axes.kl_weight and axes.kl_in == "loss":
+            distance = L.kl(logp, micro.logp_ref, mask, "k3" if axes.kl_estimator == "rk3" else axes.kl_estimator)
+            if axes.kl_estimator == "rk3":
+                distance = L.ratio(logp, prox, mask) * distance
+            per_token = per_token + axes.kl_weight * distance
+        if axes.entropy_weight:
+            per_token = per_token - axes.entropy_weight * out.entropy.where(mask, 0.0)
+        return per_token
+
+    def value_loss(self, value: Tensor, micro: Batch) -> Tensor:
+        """[b, T] the critic's loss, weighted."""
+        critic = self.axes.critic
+        huber = float("inf") if critic.huber is None else critic.huber
+        return critic.weight * L.value_loss(value, micro.value, micro.returns, micro.mask, critic.clip, huber)
+
+    # ---- what the start asks
+
+    @property
+    def has_ratio(self) -> bool:
+        """Its loss corrects for the policy's movement, so it can be used for more than one update of a batch."""
+        return "prox" in READS[self.surrogate]
+
+    @property
+    def behaviour(self) -> bool:
+        """It divides by the sampler's probabilities."""
+        axes = self.axes
+        in_reward = axes.kl_weight and axes.kl_in == "reward"
+        return bool(in_reward or axes.prox != "recompute" or axes.correction.kind != "none" or axes.m2_threshold)
+
+    def limit(self, cfg: Config) -> int:
+        """The constant length L of the aggregations that divide by one."""
+        return self.axes.length_limit or cfg.max_new_tokens
+
+    def unused(self) -> set[str]:
+        """The axes that this row does not look at."""
+        parts = set() if self.critic else {"critic"}
+        parts |= set() if self.natural else {"trpo"}
+        return parts | set.union(*READS.values()) - READS[self.surrogate]
+
+    def refuse(self, cfg: Config, usual: Axes, refused: type[Exception]) -> None:
+        """Raise `refused` for settings under which this row has nothing to learn from or no meaning.
+
+        usual: the row's own axes; a change of one that it does not look at is a mistake.
+        """
+        axes, updates, name = self.axes, cfg.updates_per_batch * cfg.epochs_per_batch, self.says.split(":")[0]
+        if (line := wrong(axes)) is not None:
+            raise refused(line)
+        for axis, _ in differences(axes, usual):
+            flag = "--" + axis.replace("_", "-")
+            if axis.split(".")[0] in self.unused():
+                raise refused(f"{flag}: {name} does not look at it; leave it out (python -m nanorl.algorithms {name} "
+                              "lists what it has)")
+            if axis in idle(axes):
+                raise refused(f"{flag}: nothing looks at it here; leave it out, or add {idle(axes)[axis]}")
+        if cfg.samples_per_prompt == 1 and "group" in (axes.reward_norm.mean_level, axes.adv_norm.mean_level):
+            raise refused("--samples-per-prompt 1: this algorithm compares a sample with its group, so one sample has "
+                          "advantage 0; use at least 2 (8 is usual)")
+        if updates > 1 and not self.has_ratio:
+            raise refused("--updates-per-batch, --epochs-per-batch: this loss has no ratio to correct later updates "
+                          "by; use 1 and 1, or grpo")
+        if updates > 1 and self.natural:
+            raise refused("--updates-per-batch, --epochs-per-batch: a natural step is solved for, and there is one a "
+                          "batch; use 1 and 1")
+        if self.natural and cfg.dtype != "float32":
+            raise refused(f"--dtype {cfg.dtype}: its rounding exceeds the KL that bounds a natural step; use float32")
+        if self.surrogate is sapo and (axes.correction.kind != "none" or axes.prox != "recompute"):
+            raise refused("--correction.kind, --prox: SAPO's gate is defined on one ratio, to the old policy; the "
+                          "decoupled objective has two. Leave them out, or use decoupled_ppo")
+        if self.critic and axes.m2_threshold is not None:
+            raise refused("--m2-threshold: it drops tokens, and the critic learns from all; use m2po")
+
+    def refuse_samples(self, groups: list, refused: type[Exception]) -> None:
+        """Raise `refused` if a sampled token came without the log-prob that this row divides by."""
+        for sample in (sample for group in groups for sample in group.samples) if self.behaviour else ():
+            if any(mask and math.isnan(logp) for mask, logp in zip(sample.mask, sample.logp_behave)):
+                raise refused("--engine: it gave a token without its log-prob, and this algorithm divides by the "
+                              "sampler's probabilities; let the engine return log-probs, or use grpo")
+
+
+def proximal(logp: Tensor, micro: Batch, axes: Axes) -> Tensor:
+    """[b, T] log π_prox, without gradient: where nothing has moved yet it is the current policy, and costs no pass."""
+    if axes.prox == "behave":
+        return micro.logp_behave
+    if micro.done == 0:
+        return logp.detach()
+    if axes.prox == "loglinear":
+        return L.loglinear(logp, micro.logp_behave, micro.mask, micro.step - micro.version, micro.done)
+    return micro.logp_prox
+
+
+def credit(batch: Batch, algo: Algorithm) -> Batch:
+    """The batch with `adv`, `returns`, `keep`: all that looks across rows, once, over the whole batch, no gradient."""
+    adv, returns = algo.advantage(batch)
+    batch = replace(batch, adv=adv, returns=returns)
+    return replace(batch, keep=algo.keep(batch))
