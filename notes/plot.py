@@ -42,7 +42,7 @@ if __name__ == "__main__":
         {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
     )
     figure, axes = plt.subplots(1, len(args.panels), figsize=(4.6 * len(args.panels), 3.6), constrained_layout=True)
-    for run in args.runs:
+    for number, run in enumerate(args.runs):
         settings = json.loads((run / "config.json").read_text())
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         own = differences(rebuilt(settings["axes"]), ALGORITHMS[settings["algorithm"]].axes)
@@ -53,7 +53,7 @@ if __name__ == "__main__":
             if not points:  # this run has no such number
                 continue
             axis.plot(
-                *zip(*points), label=label, linewidth=1.8, marker="o" if key.startswith("eval") else None, markersize=3
+                *zip(*points), label=label, color=f"C{number}", linewidth=1.8, marker="o" if key.startswith("eval") else None, markersize=3
             )
     for axis, key in zip(axes, args.panels):
         axis.set_title(TITLES.get(key, key), fontsize=12)
