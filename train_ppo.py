@@ -20,7 +20,7 @@ def train(run) -> None:
     """The training loop. One turn is one step: sample, measure, credit, update, publish."""
     import torch  # takes seconds, so the flags are known to be good before
 
-    from nanorl.critic import valued  # +
+    from nanorl.critic import centre, valued  # +
     from nanorl.optimize import clip_and_step, learning_rate
     from nanorl.policy import measure
     from nanorl.sample import collate
@@ -35,6 +35,8 @@ def train(run) -> None:
         updates = batch.shuffle_into(cfg.updates_per_batch, cfg.epochs_per_batch, key=(cfg.seed, run.step))
         with clock("measure"):  # no gradient; no needs, no pass
             batch = measure(batch, policy, run.ref, run.needs, updates[1:], cfg.tokens_per_micro_batch)
+            if run.step == 0:  # +
+                centre(critic, batch)  # + V begins at the mean reward
             batch = valued(batch, critic, policy, cfg.tokens_per_micro_batch, how.bootstrap)  # + V before each token
         batch = credit(batch, algo)  # all that looks across rows: baselines, scales
         trained = torch.full_like(batch.logp_behave, torch.nan)  # [B, T] log-probs as they are when trained

@@ -18,7 +18,7 @@ from nanorl.sample import Batch
 
 
 class Critic(nn.Module):
-    """A linear head, zero at first, on hidden states. `trunk` is None where it reads the policy's."""
+    """A linear head on hidden states, 0 until `centre` has seen rewards. `trunk` is None where it reads the policy's."""
 
     def __init__(self, policy: Policy, trunk: str):
         super().__init__()
@@ -40,6 +40,16 @@ class Critic(nn.Module):
         every = self.head(hidden.to(self.head.weight.dtype))[:, :, 0]  # [B, T] V(ids[:, :t+1])
         end = every.gather(1, batch.length[:, None] - 1)[:, 0]
         return scattered(before(every, batch.mask), batch.mask), end
+
+
+@torch.no_grad()
+def centre(critic: Critic, batch: Batch) -> None:
+    """Let V begin at the mean of the batch's rewards, each counted at every sampled token of its row.
+
+    A bias moves by one learning rate a step, so a head that began at 0 would learn the mean through all of its weights
+    at once, and what it says about single tokens would be noise meanwhile.
+    """
+    critic.head.bias.fill_(batch.reward[:, None].expand(batch.mask.shape)[batch.mask].mean())
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanorl import tiny
 from nanorl.config import Config
-from nanorl.critic import Critic, valued
+from nanorl.critic import Critic, centre, valued
 from nanorl.optimize import adamw
 from nanorl.policy import Policy
 from nanorl.sample import FINISH
@@ -132,6 +132,20 @@ def test_values_are_the_same_in_passes_of_any_size_and_carry_no_gradient(trunk, 
     measured = valued(batch, critic, policy(), tokens, bootstrap=False)
     assert torch.allclose(measured.value, told(critic, batch)[0], rtol=0, atol=1e-12) and not measured.value.requires_grad
     assert measured.bootstrap is None and measured.row.tolist() == batch.row.tolist()
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+def test_a_centred_critic_says_the_mean_reward_of_a_sampled_token_everywhere_and_explains_nothing_yet(trunk):
+    batch, net = world(3), policy()
+    critic = Critic(net, trunk)
+    centre(critic, batch)
+    every = [float(r) for r, row in zip(batch.reward, batch.mask) for m in row if m]
+    value, end = (x.detach() for x in critic(batch, net.hidden(batch.ids)))
+    explained = (batch.reward[:, None] - value)[batch.mask].std() / batch.reward[:, None].expand(value.shape)[batch.mask].std()
+    assert explained == pytest.approx(1.0, abs=1e-12)
+    assert torch.allclose(value, batch.mask.double() * sum(every) / len(every), atol=1e-12) and len({*every}) > 2
+    assert torch.allclose(end, torch.full_like(end, sum(every) / len(every)), atol=1e-12)
+    assert not critic.head.weight.any()
 
 
 @given(st.lists(st.sampled_from(FINISH), min_size=8, max_size=8), st.integers(1, 60))
