@@ -1,7 +1,7 @@
 """Group-relative policy optimisation: sample G answers to each prompt, and make the better of them more likely.
 
     python train_grpo.py                          learns to add on a laptop, nothing to download
-    python train_grpo.py dr_grpo --digits 4       another algorithm, a harder job
+    python train_grpo.py dr_grpo --digits 6       another algorithm, a harder job
     python train_grpo.py --task gsm8k --data gsm8k.jsonl --model DIR
     python train_grpo.py --help                   the flags of the job;  NAME --help: those of an algorithm too
 

@@ -4,7 +4,8 @@
     python train_ppo.py ppo --critic.trunk shared --critic.weight 0.2
     python train_ppo.py ppo --help                the flags of the job, of the algorithm and of its critic
 
-This page is `train_grpo.py` and a critic: the lines with a `+` are what it adds. Nothing else changes.
+This page is `train_grpo.py` and a critic: the lines with a `+` are what it adds. What it lacks is TRPO's step, which is
+for rows without a critic.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def train(run) -> None:
         with clock("measure"):  # no gradient; no needs, no pass
             batch = measure(batch, policy, run.ref, run.needs, updates[1:], cfg.tokens_per_micro_batch)
             if run.step == 0:  # +
-                centre(critic, batch)  # + V begins at the mean reward
+                centre(critic, batch, algo)  # + V begins at the mean return
             batch = valued(batch, critic, policy, cfg.tokens_per_micro_batch, how.bootstrap)  # + V before each token
         batch = credit(batch, algo)  # all that looks across rows: baselines, scales
         trained = torch.full_like(batch.logp_behave, torch.nan)  # [B, T] log-probs as they are when trained
@@ -58,7 +59,7 @@ def train(run) -> None:
                     numbers["value/loss"] += value_loss.item()  # +
                 norms.append(clip_and_step(policy, run.optimizer, numbers["lr"], cfg.max_grad_norm))
                 norm = clip_and_step(critic, run.critic_optimizer, numbers["value/lr"], cfg.max_grad_norm)  # +
-                numbers["value/grad_norm"] = norm  # +
+                run.value_norms.append(norm)  # +
         run.record(groups, batch, trained, norms, numbers)  # publish, log, evaluate, save
     run.finish()
 

@@ -108,6 +108,8 @@ def returns_to_go(reward: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
     With γ = 1 and one reward, at the end, every token of the answer gets it. It is `gae` with V = 0 and λ = 1.
     """
+    if gamma == 1:
+        return reward.where(mask, 0.0).flip(1).cumsum(1).flip(1).where(mask, 0.0)
     return gae(reward, reward.new_zeros(reward.shape), mask, gamma, 1.0)
 
 

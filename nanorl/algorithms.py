@@ -160,7 +160,7 @@ ROWS = [
         job={"samples_per_prompt": 8, "max_new_tokens": 64},
     ),
 ]  # fmt: skip
-ALGORITHMS: dict[str, Algorithm] = {row.says.split(":")[0]: row for row in ROWS}
+ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in ROWS}
 
 
 def chosen(name: str, axes: Axes) -> Algorithm:
@@ -185,8 +185,11 @@ def main(words: list[str]) -> int:
         row = ALGORITHMS[words[0]]
         unlike = ", ".join(f"{axis} {value}" for axis, value in differences(row.axes, GRPO)) or "none"
         print(f"{row.says}\n\n  equation   {row.equation}\n  paper      {row.paper}\n  differs    {row.differs}\n"
+              f"  surrogate  {row.surrogate.__doc__}  {'natural gradient step' if row.natural else 'AdamW'}\n"
               f"  axes       unlike grpo's: {unlike}\n  unused     {', '.join(sorted(row.unused()))}\n"
               f"  run        python train_{'ppo' if row.critic else 'grpo'}.py {words[0]}")  # fmt: skip
+    elif words in (["-h"], ["--help"]):
+        print(__doc__)
     else:
         print(f"python -m nanorl.algorithms [NAME | --plot FILE]; the names are {', '.join(ALGORITHMS)}", file=sys.stderr)
         return 2

@@ -19,7 +19,7 @@ class Norm:
     mean_level: Level = "none"
     """Over what the mean is taken. group: the tries at one prompt, which are its baseline."""
     std_level: Level = "none"
-    """Over what the std is taken. none: the scale of the rewards stays."""
+    """Over what the std is taken. none: the scale stays."""
     leave_one_out: bool = False
     """The mean is that of the others (RLOO)."""
     ddof: Literal[0, 1] = 1
@@ -144,8 +144,11 @@ FOREIGN = {  # names that people bring from AReaL and TRL
     "model-name-or-path": "--model", "save-steps": "--save-every", "eval-steps": "--eval-every",
     "warmup-ratio": "--warmup-steps", "lr-scheduler-type": "--lr-schedule", "reward-funcs": "--reward",
     "dataset-name": "--data", "discount": "--gamma", "gae-lambda": "--critic.gae-lambda", "c-clip": "--dual-clip",
-    "importance-sampling-level": "--ratio-level", "delta": "--dual-clip", "entropy-coef": "--entropy-weight",
+    "importance-sampling-level": "--ratio-level", "entropy-coef": "--entropy-weight",
     "scale-rewards": "--reward-norm.std-level", "vf-coef": "--critic.weight", "cliprange-value": "--critic.clip",
+    "lam": "--critic.gae-lambda", "clip-range": "--eps-low",
+    "cliprange": "--eps-low", "entropy-coeff": "--entropy-weight", "critic-lr": "--critic.lr-factor",
+    "value-clip": "--critic.clip", "importance-weight-cap": "--correction.high",
     "sapo-tau-pos": "--tau-pos", "sapo-tau-neg": "--tau-neg", "prox-logp-method": "--prox",
 }  # fmt: skip
 
@@ -200,12 +203,13 @@ def wrong(axes: Axes) -> str | None:
         ("eps-high", axes.eps_high, 0 <= axes.eps_high < inf, "0 or more and finite"),
         ("dual-clip", axes.dual_clip, axes.dual_clip is None or axes.dual_clip > 1 + axes.eps_high,
          "above 1 + eps-high; 3 is usual"),
-        ("tau-pos", axes.tau_pos, 0 < axes.tau_pos < inf, "above 0 and finite; near 1"),
-        ("tau-neg", axes.tau_neg, 0 < axes.tau_neg < inf, "above 0 and finite; near 1"),
+        ("tau-pos", axes.tau_pos, 1e-3 <= axes.tau_pos <= 1e3, "between 0.001 and 1000; near 1"),
+        ("tau-neg", axes.tau_neg, 1e-3 <= axes.tau_neg <= 1e3, "between 0.001 and 1000; near 1"),
         ("gamma", axes.gamma, 0 <= axes.gamma <= 1, "between 0 and 1"),
         ("kl-weight", axes.kl_weight, 0 <= axes.kl_weight < inf, "0 or more and finite"),
         ("entropy-weight", axes.entropy_weight, 0 <= axes.entropy_weight < inf, "0 or more and finite"),
         ("m2-threshold", axes.m2_threshold, axes.m2_threshold is None or 0 < axes.m2_threshold < inf, "above 0; 0.04"),
+        ("ref-model", repr(axes.ref_model), axes.ref_model != "", "a folder or an id; without it the start weights"),
         ("length-limit", axes.length_limit, axes.length_limit is None or axes.length_limit >= 1, "at least 1"),
         ("reward-norm.eps", axes.reward_norm.eps, 0 < axes.reward_norm.eps < inf, "above 0 and finite"),
         ("adv-norm.eps", axes.adv_norm.eps, 0 < axes.adv_norm.eps < inf, "above 0 and finite"),
@@ -217,7 +221,7 @@ def wrong(axes: Axes) -> str | None:
         ("critic.clip", critic.clip, critic.clip is None or critic.clip > 0, "above 0"),
         ("critic.huber", critic.huber, critic.huber is None or critic.huber > 0, "above 0"),
         ("critic.warmup-steps", critic.warmup_steps, critic.warmup_steps >= 0, "0 or more"),
-        ("trpo.delta", trpo.delta, 0 < trpo.delta < inf, "above 0 and finite; 0.01"),
+        ("trpo.delta", trpo.delta, 1e-9 <= trpo.delta < inf, "at least 1e-9 and finite; 0.003"),
         ("trpo.damping", trpo.damping, 0 <= trpo.damping < inf, "0 or more and finite"),
         ("trpo.iterations", trpo.iterations, trpo.iterations >= 1, "at least 1"),
         ("trpo.share", trpo.share, 0 < trpo.share <= 1, "above 0 and at most 1"),
@@ -234,18 +238,3 @@ def wrong(axes: Axes) -> str | None:
         return ("--correction.kind: π_prox is the sampler itself with --prox behave, so its ratio to it is 1; "
                 "use --prox recompute")
     return None
-
-
-def doubts(axes: Axes) -> list[str]:
-    """What may be meant so and mostly is not, a line each: printed at the start, refused nowhere."""
-    found = []
-    if axes.ratio_level != "token":
-        if "none" == axes.reward_norm.std_level == axes.adv_norm.std_level:
-            found.append("ratios of whole answers with advantages that no std scales tend to diverge; use --ratio-level "
-                         "token or --reward-norm.std-level group")
-        if axes.ratio_level != "sequence-token" and axes.aggregation != "seq-mean-token-mean":
-            found.append("a loss per answer is meant to be averaged over answers (seq-mean-token-mean); added up over "
-                         "tokens it counts long answers more")
-    if axes.kl_weight and axes.kl_in == "reward" and axes.kl_estimator != "k1":
-        found.append(f"{axes.kl_estimator} in the reward has another gradient than the KL's; k1 has that one")
-    return found

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import tyro
 
 from nanorl.algorithms import ALGORITHMS, chosen
-from nanorl.axes import FOREIGN, Axes, differences, doubts, flat, rebuilt
+from nanorl.axes import FOREIGN, Axes, differences, flat, rebuilt
 from nanorl.reward import REWARDS
 
 
@@ -145,19 +145,23 @@ def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axe
         flag = word.split("=")[0].lstrip("-").replace("_", "-")
         if word.startswith("--") and flag in FOREIGN:
             raise Refused(f"--{flag}: that is another library's name; here it is {FOREIGN[flag]}")
-    if ALGORITHMS[name].critic != ALGORITHMS[default_name].critic:
-        other = "ppo" if ALGORITHMS[name].critic else "grpo"
-        raise Refused(f"{name}: it has {'a' if other == 'ppo' else 'no'} critic; python train_{other}.py {name}")
     settings = (tyro.conf.FlagCreatePairsOff,)
     if ("-h" in rest or "--help" in rest) and not named:
-        tyro.cli(Config, args=["--help"], prog=Path(sys.argv[0]).name, config=settings)
+        tyro.cli(Config, args=["--help"], prog=f"{Path(sys.argv[0]).name} [NAME]", config=settings)
     default = Whole(axes=ALGORITHMS[name].axes, **ALGORITHMS[name].job)
     folder = resume_folder(rest)
     if folder is not None:
         asked, (name, default) = name, read_saved(folder)
         if named and name != asked:
             raise Refused(f"--resume {folder}: that run is {name}, not {asked}; start a new run instead")
+    if ALGORITHMS[name].critic != ALGORITHMS[default_name].critic:
+        other, what = ("ppo", "a") if ALGORITHMS[name].critic else ("grpo", "no")
+        raise Refused(f"{name}: it has {what} critic; python train_{other}.py {f'--resume {folder}' if folder else name}")
     saved = default
+    if "-h" in rest or "--help" in rest:  # only here: flags that the row refuses need no help
+        shown = narrowed(default, ALGORITHMS[name].unused())
+        tyro.cli(type(shown), default=shown, args=["--help"], prog=f"{Path(sys.argv[0]).name} {name}", config=settings,
+                 description=ALGORITHMS[name].says)  # fmt: skip
     whole = tyro.cli(Whole, args=rest, default=default, prog=f"{Path(sys.argv[0]).name} {name}", config=settings,
                      description=ALGORITHMS[name].says)
     job = resolved(Config(**{f.name: getattr(whole, f.name) for f in dataclasses.fields(Config)}))
@@ -166,6 +170,16 @@ def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axe
             raise Refused(f"{dashed(flag)}: {folder} has {getattr(saved, flag)}, and a run keeps it; start a new run")
     check(name, job, whole.axes)
     return name, job, whole.axes
+
+
+def narrowed(default: Whole, unused: set[str]) -> Whole:
+    """The same settings, of a class whose help hides these axes."""
+    kinds = {f.name: type(getattr(default.axes, f.name)) for f in dataclasses.fields(Axes)}
+    hidden = [(name, tyro.conf.Suppress[kinds[name]], field(default=getattr(default.axes, name))) for name in unused]
+    axes = dataclasses.make_dataclass("Axes", hidden, bases=(Axes,), frozen=True)
+    part = ("axes", Annotated[axes, tyro.conf.arg(name="")], field(default_factory=axes))
+    whole = dataclasses.make_dataclass("Whole", [part], bases=(Whole,), frozen=True)
+    return whole(**{**vars(default), "axes": axes(**vars(default.axes))})
 
 
 def resolved(cfg: Config) -> Config:
@@ -278,5 +292,5 @@ def describe(script: str, name: str, cfg: Config, axes: Axes) -> str:
     return (f"{ALGORITHMS[name].says}\n{settings}\n".replace("\0", " ")
             + f"{cfg.samples_per_step} samples = {cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}; "
             + f"{updates} update{'s' * (updates > 1)} a step; {cfg.steps} steps\n"
-            + "".join(f"doubtful: {doubt}\n" for doubt in doubts(axes))
+            + "".join(f"note: {remark}\n" for remark in chosen(name, axes).remarks(cfg))
             + f"again: {command(script, name, cfg, axes)}")

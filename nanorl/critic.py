@@ -13,12 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from nanorl.advantage import returns_to_go
+from nanorl.objective import Algorithm
 from nanorl.policy import Policy, before, scattered
 from nanorl.sample import Batch
 
 
 class Critic(nn.Module):
-    """A linear head on hidden states, 0 until `centre` has seen rewards. `trunk` is None where it reads the policy's."""
+    """A linear head on hidden states, 0 until `centre` has seen returns. `trunk` is None where it reads the policy's."""
 
     def __init__(self, policy: Policy, trunk: str):
         super().__init__()
@@ -43,13 +45,14 @@ class Critic(nn.Module):
 
 
 @torch.no_grad()
-def centre(critic: Critic, batch: Batch) -> None:
-    """Let V begin at the mean of the batch's rewards, each counted at every sampled token of its row.
+def centre(critic: Critic, batch: Batch, algo: Algorithm) -> None:
+    """Let V begin at the mean return of the batch's sampled tokens.
 
     A bias moves by one learning rate a step, so a head that began at 0 would learn the mean through all of its weights
     at once, and what it says about single tokens would be noise meanwhile.
     """
-    critic.head.bias.fill_(batch.reward[:, None].expand(batch.mask.shape)[batch.mask].mean())
+    returns = returns_to_go(algo.rewards(batch), batch.mask, algo.axes.gamma)[batch.mask]
+    critic.head.bias.fill_(returns.sum() / max(1, len(returns)))
 
 
 @torch.no_grad()

@@ -69,7 +69,7 @@ def trained_ratio(batch: Batch, logp: Tensor, algo: Algorithm) -> tuple[Tensor, 
 def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algorithm,
                  updates: int = 1) -> dict[str, float]:  # fmt: skip
     """What a step of so many updates says about itself, by the names of notes/metrics.md; what is undefined or not finite
-    is left out, and so is what looks at π_prox where that was interpolated and not measured.
+    is left out, and so is what looks at π_prox where that moved away without having been measured.
 
     batch: after `credit`. logp [B, T]: log π_θ of each token when it was trained, NaN in rows without a forward pass.
     groups: for the users' numbers. Nothing off the mask is looked at.
@@ -103,8 +103,8 @@ def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algo
         metrics |= {**mean_max("correction", factor), "correction/masked": mean(factor == 0)}
     if algo.axes.m2_threshold is not None:
         metrics["m2/dropped"] = 1 - mean(batch.keep[mask & batch.adv.ne(0)])
-    if algo.axes.prox == "loglinear" and updates > 1:
-        of_prox = ("ratio", "clip", "kl/prox", "mismatch", "correction")
+    if updates > 1 and batch.logp_prox is None:  # π_prox was not measured, and π_θ has moved away from it
+        of_prox = ("kl/prox", "mismatch", "correction") + (("ratio", "clip") if algo.axes.prox == "loglinear" else ())
         metrics = {name: x for name, x in metrics.items() if not name.startswith(of_prox)}
     return finite({**metrics, **average(n for g in groups for s in g.samples if s.train for n in s.notes)})
 

@@ -71,6 +71,11 @@ class Algorithm:
     natural: bool = False  # the step is trpo.natural_step instead of AdamW's
     job: dict[str, Any] = field(default_factory=dict)  # defaults of the job that belong to the algorithm
 
+    @property
+    def name(self) -> str:
+        """The word that asks for it."""
+        return self.says.split(":")[0]
+
     # ---- what the loop calls
 
     def needs(self, cfg: Config) -> frozenset[str]:
@@ -84,27 +89,32 @@ class Algorithm:
         needs |= {"entropy"} if axes.entropy_weight else set()
         return frozenset(needs | ({"value"} if self.critic else set()))
 
-    def advantage(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[B, T] advantage and returns: rewards normalised, placed, less the KL, returns to go or GAE, normalised again.
+    def rewards(self, batch: Batch) -> Tensor:
+        """[B, T] what each sampled token earns: rewards normalised, placed, less the KL where that is in the reward.
 
         A reward stays with the token that earned it, unless it is normalised: then it is one number a row, at its end.
         """
-        axes, mask, group = self.axes, batch.mask, batch.group
+        axes, mask = self.axes, batch.mask
         if axes.reward_norm.on:
             total = batch.reward[:, None]
-            total = A.normalise(total, mask.new_ones(total.shape), group, **vars(axes.reward_norm))
+            total = A.normalise(total, mask.new_ones(total.shape), batch.group, **vars(axes.reward_norm))
             reward = A.at_end(total[:, 0], mask)
         else:
             reward = A.placed(batch.rewards, mask)
         if axes.kl_weight and axes.kl_in == "reward":  # at the sampler's log-probs; bounded as in AReaL and verl
             distance = L.kl(batch.logp_behave, batch.logp_ref, mask, axes.kl_estimator)
             reward = reward - axes.kl_weight * distance.clamp(-10, 10)
+        return reward
+
+    def advantage(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[B, T] advantage and returns: of `rewards`, returns to go or GAE; the advantage normalised where asked for."""
+        axes, mask, reward = self.axes, batch.mask, self.rewards(batch)
         if self.critic:
             adv = A.gae(reward, batch.value, mask, axes.gamma, axes.critic.gae_lambda, batch.bootstrap)
             returns = adv + batch.value.where(mask, 0.0)
         else:
             adv = returns = A.returns_to_go(reward, mask, axes.gamma)
-        return (A.normalise(adv, mask, group, **vars(axes.adv_norm)) if axes.adv_norm.on else adv), returns
+        return (A.normalise(adv, mask, batch.group, **vars(axes.adv_norm)) if axes.adv_norm.on else adv), returns
 
     def keep(self, batch: Batch) -> Tensor:
         """[B, T] bool. A row without advantage adds nothing to a surrogate, but it does to KL, entropy and value."""
@@ -128,7 +138,7 @@ class Algorithm:
         if axes.kl_weight and axes.kl_in == "loss":
             distance = L.kl(logp, micro.logp_ref, mask, "k3" if axes.kl_estimator == "rk3" else axes.kl_estimator)
             if axes.kl_estimator == "rk3":
-                distance = L.ratio(logp, prox, mask) * distance
+                distance = L.ratio(logp, micro.logp_behave, mask) * distance
             per_token = per_token + axes.kl_weight * distance
         if axes.entropy_weight:
             per_token = per_token - axes.entropy_weight * out.entropy.where(mask, 0.0)
@@ -151,8 +161,15 @@ class Algorithm:
     def behaviour(self) -> bool:
         """It divides by the sampler's probabilities."""
         axes = self.axes
-        in_reward = axes.kl_weight and axes.kl_in == "reward"
-        return bool(in_reward or axes.prox != "recompute" or axes.correction.kind != "none" or axes.m2_threshold)
+        in_kl = axes.kl_weight and (axes.kl_in == "reward" or axes.kl_estimator == "rk3")
+        return bool(in_kl or axes.prox != "recompute" or axes.correction.kind != "none" or axes.m2_threshold)
+
+    @property
+    def explained(self) -> bool:
+        """What the console says about the first step holds: the loss is −Σ weight·A, and A sums to 0 in each group."""
+        axes = self.axes
+        more = axes.adv_norm.on or axes.entropy_weight or axes.gamma < 1 or (axes.kl_weight and axes.ref_model)
+        return self.surrogate in (clipped, importance) and axes.reward_norm.mean_level == "group" and not more
 
     def limit(self, cfg: Config) -> int:
         """The constant length L of the aggregations that divide by one."""
@@ -169,17 +186,18 @@ class Algorithm:
 
         usual: the row's own axes; a change of one that it does not look at is a mistake.
         """
-        axes, updates, name = self.axes, cfg.updates_per_batch * cfg.epochs_per_batch, self.says.split(":")[0]
+        axes, updates, name = self.axes, cfg.updates_per_batch * cfg.epochs_per_batch, self.name
         if (line := wrong(axes)) is not None:
             raise refused(line)
         for axis, _ in differences(axes, usual):
             flag = "--" + axis.replace("_", "-")
             if axis.split(".")[0] in self.unused():
                 raise refused(f"{flag}: {name} does not look at it; leave it out (python -m nanorl.algorithms {name} "
-                              "lists what it has)")
+                              "shows what it has)")
             if axis in idle(axes):
                 raise refused(f"{flag}: nothing looks at it here; leave it out, or add {idle(axes)[axis]}")
-        if cfg.samples_per_prompt == 1 and "group" in (axes.reward_norm.mean_level, axes.adv_norm.mean_level):
+        over_group = axes.reward_norm.mean_level == "group" or (axes.adv_norm.mean_level == "group" and not self.critic)
+        if cfg.samples_per_prompt == 1 and over_group:
             raise refused("--samples-per-prompt 1: this algorithm compares a sample with its group, so one sample has "
                           "advantage 0; use at least 2 (8 is usual)")
         if updates > 1 and not self.has_ratio:
@@ -193,8 +211,36 @@ class Algorithm:
         if self.surrogate is sapo and (axes.correction.kind != "none" or axes.prox != "recompute"):
             raise refused("--correction.kind, --prox: SAPO's gate is defined on one ratio, to the old policy; the "
                           "decoupled objective has two. Leave them out, or use decoupled_ppo")
-        if self.critic and axes.m2_threshold is not None:
-            raise refused("--m2-threshold: it drops tokens, and the critic learns from all; use m2po")
+        if axes.m2_threshold is not None and (self.critic or axes.entropy_weight or axes.kl_weight):
+            raise refused("--m2-threshold: it drops tokens, and critic, KL and entropy are over all; leave those out")
+        idle_here = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "max_grad_norm") if self.natural else ()
+        for flag in idle_here:
+            if getattr(cfg, flag) != getattr(type(cfg), flag):
+                raise refused(f"--{flag.replace('_', '-')}: {name} has no optimizer; --trpo.delta sets its step")
+
+    def remarks(self, cfg: Config) -> list[str]:
+        """What one should know, and what may be meant so and mostly is not: a line each, printed at the start."""
+        axes, found = self.axes, []
+        clips, whole = "eps_low" not in self.unused(), axes.ratio_level in ("sequence", "sequence-token")
+        if axes.ratio_level != "token" and "none" == axes.reward_norm.std_level == axes.adv_norm.std_level:
+            found.append("ratios of whole answers with advantages that no std scales tend to diverge; use "
+                         "--ratio-level token or --reward-norm.std-level group")
+        if axes.ratio_level in ("sequence", "joint") and axes.aggregation != "seq-mean-token-mean":
+            found.append("a loss per answer is meant to be averaged over answers (seq-mean-token-mean); summed over "
+                         "tokens it counts long answers more")
+        if clips and whole and axes.eps_high >= 0.1:
+            found.append(f"ε = {axes.eps_high:g} is a token's clip; a geometric mean stays nearer to 1: 3e-4 is usual")
+        if clips and not whole and axes.eps_high < 0.01:
+            found.append(f"ε = {axes.eps_high:g} is meant for the geometric mean of an answer; 0.2 is usual here")
+        if axes.kl_weight and axes.kl_in == "reward" and axes.kl_estimator != "k1":
+            found.append(f"{axes.kl_estimator} in the reward has not the gradient of the KL; k1 has it")
+        if self.critic and axes.critic.trunk == "shared" and axes.critic.weight > 0.5:
+            found.append(f"on a shared trunk a value loss of weight {axes.critic.weight:g} drowns the policy's; take 0.2")
+        if self.critic and axes.critic.warmup_steps:
+            found.append(f"in the first {axes.critic.warmup_steps} steps the critic alone learns, the policy stays")
+        if axes.correction.kind != "none" or axes.m2_threshold is not None or axes.prox == "behave":
+            found.append("samples are fresh here (every lag is 0), so corrections for stale ones do nothing yet")
+        return found
 
     def refuse_samples(self, groups: list, refused: type[Exception]) -> None:
         """Raise `refused` if a sampled token came without the log-prob that this row divides by."""

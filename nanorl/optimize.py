@@ -40,11 +40,12 @@ def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float,
     """One optimizer step along the gradient, shortened to max_grad_norm; returns its norm before that.
 
     No step where there is no gradient (no group had contrast) or where it is not finite: one bad batch must not
-    write NaN into every weight. The caller counts those.
+    write NaN into every weight. The caller counts those. At a rate of 0 there is none either, so that the moments do
+    not gather what is not followed.
     """
     trained = [p for p in model.parameters() if p.grad is not None]
     norm = float(torch.nn.utils.clip_grad_norm_(trained, max_grad_norm)) if trained else 0.0
-    if trained and math.isfinite(norm):
+    if trained and math.isfinite(norm) and lr > 0:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

@@ -121,7 +121,7 @@ def scored(score: Callable[[Batch], Tensor], batch: Batch, rows: Tensor, tokens:
     """[B, T] score(micro) of these rows, NaN in the others, in passes of at most this many tokens."""
     out = torch.full(batch.mask.shape, float("nan"), device=batch.ids.device)
     chosen = batch.select(rows)
-    chosen = replace(chosen, row=rows, weight=chosen.mask.float(), local_mean=False)
+    chosen = replace(chosen, weight=chosen.mask.float(), local_mean=False)
     for micro in chosen.split(tokens):
         out[micro.row, : micro.ids.shape[1]] = score(micro).to(out.dtype)
         out[micro.row, micro.ids.shape[1] :] = 0.0
@@ -148,9 +148,12 @@ def load(name: str, device: str, flag: str = "--model") -> tuple[PreTrainedModel
         raise Refused(f"--device {device}: {first_line(error)}") from None
 
 
-def frozen(name: str, policy: Policy) -> Policy:
+def frozen(name: str, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Policy:
     """The reference: another model at the policy's temperature and precision, never trained. Raises Refused."""
-    model = load(name, str(policy.model.device), "--ref-model")[0]
+    model, its = load(name, str(policy.model.device), "--ref-model")
+    ids = its.get_vocab()
+    if any(ids.get(token, number) != number for token, number in tokenizer.get_vocab().items()):
+        raise Refused(f"--ref-model {name}: its tokenizer numbers tokens otherwise; use a model of the policy's family")
     sizes = [m.get_output_embeddings().weight.shape[0] for m in (model, policy.model)]
     if sizes[0] != sizes[1]:
         raise Refused(f"--ref-model {name}: it knows {sizes[0]} tokens, the policy {sizes[1]}; use a model of its family")

@@ -78,6 +78,7 @@ class Run:
         self.folder = Path(cfg.resume) if cfg.resume else None
         self.rollout = self.monitor = self.lock = self.ref = self.critic = None  # opened last
         self.last = checkpoint.latest(self.folder) if cfg.resume else None
+        self.value_norms: list[float] = []  # of the critic's gradient, one an update of the step
         self.step, self.not_finite, self.stop, self.clock = 0, 0, Stop(), Clock()
         self.evaluation: dict[str, float] = {}  # the last one's results
         self.before: dict[str, float] = {}  # those before training
@@ -93,9 +94,10 @@ class Run:
         self.own_critic = self.algo.critic and axes.critic.trunk == "own"
         self.saved = (model,) * (1 + self.own_critic)  # whose sizes a checkpoint has; a critic's head is small
         if "logp_ref" in self.needs and not cfg.eval_only:  # the start weights, also after a resume
-            self.ref = policy.frozen(axes.ref_model or str(self.start), self.policy)
+            self.ref = policy.frozen(axes.ref_model or str(self.start), self.policy, self.tokenizer)
         self.end = policy.end_tokens(model, self.tokenizer)
-        tasks.check_lengths(self.task, self.tokenizer, cfg, policy.room(model))
+        rooms = [policy.room(scorer.model) for scorer in (self.policy, self.ref) if scorer is not None]
+        tasks.check_lengths(self.task, self.tokenizer, cfg, min(rooms))
         if max(self.prompt(0).ids + tuple(self.end)) >= (known := model.get_input_embeddings().weight.shape[0]):
             raise Refused(f"--model {self.start}: the tokenizer has ids above the model's {known}; they do not fit")
         policy.check_scores(self.policy, torch.tensor([self.prompt(0).ids + (min(self.end),)], device=self.device))
@@ -190,24 +192,28 @@ class Run:
         numbers are the loop's own, by the names of notes/metrics.md.
         Raises FloatingPointError after 5 steps without a finite gradient, and for weights that are not finite.
         """
-        skipped = sum(not math.isfinite(norm) for norm in (*norms, numbers.get("value/grad_norm", 0.0)))
+        skipped = sum(not math.isfinite(norm) for norm in norms + self.value_norms)
+        lost = any(of and not any(map(math.isfinite, of)) for of in (norms, self.value_norms))  # no update was made
         self.step += 1  # the version: completed training steps
         self.engine.pause()
         self.engine.update_weights(self.policy, version=self.step)
         self.engine.resume()
         metrics = step_metrics(groups, batch, trained, self.algo, len(norms))
         metrics |= {**numbers, "grad_norm": max(norms), "skipped": skipped}
+        if self.value_norms:
+            metrics["value/grad_norm"] = max(self.value_norms)
+            self.value_norms = []
         if self.due(self.cfg.eval_every):
             with self.clock("evaluate"):
                 self.evaluation = self.evaluate(within_step=True)
             metrics |= self.evaluation
         self.monitor.step(self.step, metrics, groups, self.clock.lap())
-        if self.step == 1 and self.algo.has_ratio and not self.algo.axes.adv_norm.on:
+        if self.step == 1 and self.algo.explained and len(norms) == 1:
             self.monitor.explain_first_step(numbers["loss"])
         if self.due(5) or self.step == 1:
             self.monitor.show(self.step, groups[self.step % len(groups)])
             self.monitor.histograms(self.step, batch, trained, self.algo)
-        self.not_finite = self.not_finite + 1 if skipped >= len(norms) else 0
+        self.not_finite = self.not_finite + 1 if lost else 0
         if self.not_finite == 5:
             raise FloatingPointError("5 steps in a row had no finite gradient; the last checkpoint is sound, this is not")
         if self.due(self.cfg.save_every) or self.step == self.cfg.steps:
@@ -249,7 +255,7 @@ class Run:
               f"go on         python {self.script} --resume {self.folder} --steps {2 * self.cfg.steps}\n"
               f"evaluate      {config.command(self.script, self.name, again, self.algo.axes)}")  # fmt: skip
         if self.cfg.task == "arithmetic":
-            print(f"harder        python {self.script} --digits {self.cfg.digits + 1}\n"
+            print(f"harder        python {self.script} {self.name} --digits {min(12, max(6, self.cfg.digits + 1))}\n"
                   f"another way   python train_grpo.py {'dr_grpo' if self.name != 'dr_grpo' else 'rloo'}")  # fmt: skip
 
     def close(self) -> None:

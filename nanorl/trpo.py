@@ -56,8 +56,10 @@ def hessian_product(parts: Iterable[Tensor], weights: Sequence[Tensor], v: Tenso
 def conjugate_gradient(product: Product, b: Tensor, iterations: int, tolerance: float = 1e-10) -> tuple[Tensor, float]:
     """x [n] with F·x ≈ b [n] after so many products with a symmetric F ≥ 0, and the residual ‖b − F·x‖/‖b‖.
 
-    After k products x is the best of span(b, Fb, …, F^{k−1}b), by (x − F⁻¹b)ᵀF(x − F⁻¹b). It ends early where the
-    residual is below the tolerance, or where F has no curvature to divide by (rounding, or b outside of its range).
+    After k products x is the best of span(b, Fb, …, F^{k−1}b), by (x − F⁻¹b)ᵀF(x − F⁻¹b): the full step along x gains
+    √(2δ·bᵀx), more with every product. The residual may rise meanwhile, above 1 too, and x is still the one to take.
+    It ends early where the residual is below the tolerance, or where F has no curvature to divide by (rounding, or b
+    outside of its range).
     """
     x, residual, direction, square = torch.zeros_like(b), b, b, b @ b
     enough = tolerance**2 * square
@@ -100,7 +102,7 @@ def line_search(kl: Callable[[float], float], gain: Callable[[float], float], de
                 break
         else:
             rejected = s
-        s *= math.sqrt(0.95 * delta / max(spent, 1e-4 * delta))  # rounding may leave a KL of 0, or below
+        s *= math.sqrt(0.95 / max(spent / delta, 1e-4))  # rounding may leave a KL of 0, or below
         if not best[0] < s < rejected:  # NaN is not
             s = (best[0] + rejected) / 2
     return best
@@ -135,7 +137,8 @@ def natural_step(policy: Policy, update: Batch, algo: Algorithm, tokens: int) ->
     norm = float(g.norm())
     if norm == 0 or not math.isfinite(norm):
         return norm
-    rows = torch.linspace(0, len(update) - 1, max(1, round(trust.share * len(update)))).long()  # evenly over the prompts
+    rows = update.mask.any(1).nonzero()[:, 0]  # a row without tokens has no curvature
+    rows = rows[torch.linspace(0, len(rows) - 1, max(1, round(trust.share * len(rows)))).long()]  # evenly over prompts
     everything, some = over_tokens(update), over_tokens(update.select(rows))
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
 

@@ -176,10 +176,10 @@ def plus(one: Term, weight: float, other: Term) -> Term:
 
 
 def divergence(a: Answer, estimator: str) -> Term:
-    """The estimate of KL(π_θ‖π_ref) at each token."""
+    """The estimate of KL(π_θ‖π_ref) at each token; rk3 is drawn from the sampler, whatever π_prox is."""
     pairs = []
-    for new, old, ref in zip(a.logp, a.prox, a.ref):
-        d, r = new - ref, exp(new - old)
+    for new, mu, ref in zip(a.logp, a.mu, a.ref):
+        d, r = new - ref, exp(new - mu)
         k3 = exp(-d) - 1 + d
         pairs.append({"k2": (d * d / 2, d), "k3": (k3, 1 - exp(-d)), "k3+": (k3, d),
                       "rk3": (r * k3, r * (k3 + 1 - exp(-d)))}[estimator])  # fmt: skip

@@ -12,7 +12,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -93,11 +93,12 @@ def test_help_shows_every_flag_of_the_job_with_its_rule_and_at_most_35(capsys):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_axes_of_an_algorithm_are_a_second_group(capsys, name):
+def test_the_axes_that_an_algorithm_looks_at_are_a_second_group(capsys, name):
     shown = helped(capsys, name)
-    assert set(shown) == {*JOB, *AXES}
+    used = [dashed(axis) for axis, _ in flat(Axes()) if axis.split(".")[0] not in ALGORITHMS[name].unused()]
+    assert set(shown) == {*JOB, *used}
     assert f"(default: {ALGORITHMS[name].axes.aggregation})" in shown["--aggregation"]  # its own, not grpo's
-    for flag in AXES:
+    for flag in used:
         assert re.search(r"[a-z].{15,}\.\)? *\(default: ", shown[flag]), f"{flag} has no text"
 
 
@@ -117,11 +118,11 @@ except SystemExit as exit:
 def test_a_misspelt_flag_is_refused_with_the_right_one(capsys, flag):
     middle = len(flag) // 2
     before, (a, b), after = flag[:middle], flag[middle : middle + 2], flag[middle + 2 :]
-    for wrong in {before + b + after, *([before + b + a + after] if len(flag) > 7 else [])}:  # else too little is left
-        if wrong not in JOB + AXES:
-            with pytest.raises(SystemExit) as exit:
-                parse([wrong, "1"])
-            assert exit.value.code == 2 and f" {flag} " in capsys.readouterr().err.replace("\n", " ")
+    wrong = before + b + (a if len(flag) > 7 and len(flag) % 2 else "") + after  # two letters swapped, or one left out
+    if wrong not in JOB + AXES:
+        with pytest.raises(SystemExit) as exit:
+            parse([wrong, "1"])
+        assert exit.value.code == 2 and f" {flag} " in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -163,7 +164,8 @@ VALUES = {
     "kl_in": st.sampled_from(["loss", "reward"]), "correction.kind": st.sampled_from(["none", "truncate", "mask"]),
     "correction.level": st.sampled_from(["token", "joint"]), "correction.low": st.floats(0, 1),
     "correction.high": st.floats(1, exclude_min=True), "critic.trunk": st.sampled_from(["own", "shared"]),
-    "ref_model": texts(),
+    "ref_model": texts().filter(bool), "trpo.delta": st.floats(1e-9, allow_infinity=False),
+    **dict.fromkeys(("tau_pos", "tau_neg"), st.floats(1e-3, 1e3)),
     **{f"{norm}.{axis}": st.sampled_from(values) for norm in ("reward_norm", "adv_norm") for axis, values in (
         ("mean_level", ["group", "batch"]), ("std_level", ["group", "batch", "none"]), ("leave_one_out", [True, False]),
         ("ddof", [0, 1]), ("eps_in", ["std", "variance"]))},
@@ -172,13 +174,12 @@ VALUES = {
     **dict.fromkeys(("entropy_weight", "trpo.damping"), st.floats(0, allow_infinity=False)),
     **dict.fromkeys(("data", "eval_data", "model", "system_prompt", "prompt_suffix", "device"), texts()),
     **dict.fromkeys(("weight_decay", "eps_high", "kl_weight"), st.floats(0, allow_infinity=False)),
-    **dict.fromkeys(("lr", "max_grad_norm", "tau_pos", "tau_neg", "trpo.delta", "reward_norm.eps", "adv_norm.eps",
-                     "critic.weight", "critic.lr_factor"), positive),
+    **dict.fromkeys(("lr", "max_grad_norm", "reward_norm.eps", "adv_norm.eps", "critic.weight", "critic.lr_factor"), positive),
     **dict.fromkeys(("warmup_steps", "eval_every", "save_every", "seed", "critic.warmup_steps"), st.integers(0, 10**6)),
 }  # fmt: skip
 
 
-def settings(group, unused=()):
+def some_of(group, unused=()):
     """Values for some of a group's settings, at most eight."""
     names = [name for name, _ in flat(group()) if name.split(".")[0] not in {"out", "resume", "dry_run", *unused}]
     some = st.lists(st.sampled_from(names), max_size=8, unique=True)
@@ -196,7 +197,7 @@ def again(name, cfg, axes):
 @given(st.sampled_from([*ALGORITHMS]), st.data())
 def test_the_printed_command_gives_the_same_settings_again(name, data):
     """Of the job and of the axes, nested ones, none and infinity among them."""
-    job, others = data.draw(settings(Config)), data.draw(settings(Axes, ALGORITHMS[name].unused()))
+    job, others = data.draw(some_of(Config)), data.draw(some_of(Axes, ALGORITHMS[name].unused()))
     cfg, axes = config.resolved(Config(**{**ALGORITHMS[name].job, **job})), changed(ALGORITHMS[name].axes, **others)
     try:
         config.check(name, cfg, axes)
@@ -229,7 +230,7 @@ def test_an_algorithm_has_defaults_for_its_job(capsys):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_run_is_resumed_by_its_own_axes(desk, name):
     """Nested ones too, as config.json keeps them; flags beside --resume change them."""
-    others = {"entropy_weight": 0.25, "adv_norm.mean_level": "group", "adv_norm.std_level": "batch", "adv_norm.eps": 0.125}
+    others = {"gamma": 0.25, "adv_norm.mean_level": "group", "adv_norm.std_level": "batch", "adv_norm.eps": 0.125}
     saved = changed(ALGORITHMS[name].axes, **others, **({"critic.clip": None} if PAGE[name] == "ppo" else {}))
     cfg = config.resolved(Config(**ALGORITHMS[name].job, stop=("x",), steps=7))
     (desk / "run").mkdir()
@@ -237,9 +238,27 @@ def test_a_run_is_resumed_by_its_own_axes(desk, name):
     (desk / "run" / "config.json").write_text(json.dumps(parts))
     resumed = dataclasses.replace(cfg, resume="run")
     assert parse(["--resume", "run"], PAGE[name]) == (name, resumed, saved)
-    assert parse([name, "--resume=run", "--entropy-weight", "0.5"], PAGE[name])[2] == changed(saved, entropy_weight=0.5)
+    assert parse([name, "--resume=run", "--gamma", "0.5"], PAGE[name])[2] == changed(saved, gamma=0.5)
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_run_is_not_resumed_by_the_script_of_other_algorithms(desk, capfd, name):
+    """It says which one does, and leaves the run as it is."""
+    cfg, right = config.resolved(Config()), PAGE[name]
+    wrong = {"ppo": "grpo", "grpo": "ppo"}[right]
+    parts = {"algorithm": name, "config": dataclasses.asdict(cfg), "axes": dataclasses.asdict(ALGORITHMS[name].axes)}
+    (desk / "run").mkdir()
+    saved = desk / "run" / "config.json"
+    saved.write_text(json.dumps(parts))
+    for words in (["--resume", "run"], ["--resume=run", "--steps", "900"]):
+        assert launching.launch(f"train_{wrong}.py", wrong, lambda run: pytest.fail("trained"), words) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        kind = "a" if right == "ppo" else "no"
+        assert line == f"train_{wrong}.py: {name}: it has {kind} critic; python train_{right}.py --resume run"
+        assert saved.read_text() == json.dumps(parts) and [*(desk / "run").iterdir()] == [saved]
+
+
+@settings(max_examples=20)
 @given(st.data())
 def test_the_command_names_what_differs_from_the_defaults_and_nothing_else(data):
     flag = data.draw(st.sampled_from(["steps", "samples_per_prompt", "lr", "eps_high", "max_grad_norm", "seed"]))

@@ -13,7 +13,8 @@ from nanorl.critic import Critic, centre, valued
 from nanorl.optimize import adamw
 from nanorl.policy import Policy
 from nanorl.sample import FINISH
-from tests.worlds import policy, scrambled, world
+from tests import rows
+from tests.worlds import algorithm, policy, scrambled, world
 
 TRUNKS = ["own", "shared"]
 
@@ -135,17 +136,28 @@ def test_values_are_the_same_in_passes_of_any_size_and_carry_no_gradient(trunk, 
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
-def test_a_centred_critic_says_the_mean_reward_of_a_sampled_token_everywhere_and_explains_nothing_yet(trunk):
-    batch, net = world(3), policy()
-    critic = Critic(net, trunk)
-    centre(critic, batch)
-    every = [float(r) for r, row in zip(batch.reward, batch.mask) for m in row if m]
+@pytest.mark.parametrize("how", [{}, {"gamma": 0.8}, {"reward_norm.mean_level": "batch", "kl_weight": 0.3}])
+def test_a_centred_critic_says_the_mean_return_of_a_sampled_token_everywhere_and_explains_nothing_yet(trunk, how):
+    """The return that the policy is trained on: of rewards as they are normalised, less the KL, discounted."""
+    batch, net, algo = world(3), policy(), algorithm("ppo", **how)
+    critic, answers, every = Critic(net, trunk), rows.answers(batch, batch.logp_prox), []
+    centre(critic, batch, algo)
+    for a in answers:
+        of_row = [0.0] * (len(a.at) - 1) + [a.reward - sum(b.reward for b in answers) / len(answers)]
+        earned = of_row if algo.axes.reward_norm.on else a.earned
+        every += rows.to_go(rows.less_kl(a, earned, algo.axes.kl_weight), algo.axes.gamma) if a.at else []
+    mean = sum(every) / len(every)
     value, end = (x.detach() for x in critic(batch, net.hidden(batch.ids)))
-    explained = (batch.reward[:, None] - value)[batch.mask].std() / batch.reward[:, None].expand(value.shape)[batch.mask].std()
-    assert explained == pytest.approx(1.0, abs=1e-12)
-    assert torch.allclose(value, batch.mask.double() * sum(every) / len(every), atol=1e-12) and len({*every}) > 2
-    assert torch.allclose(end, torch.full_like(end, sum(every) / len(every)), atol=1e-12)
-    assert not critic.head.weight.any()
+    assert torch.allclose(value, batch.mask.double() * mean, atol=1e-12) and len({*every}) > 2 and abs(mean) > 1e-3
+    assert torch.allclose(end, torch.full_like(end, mean), atol=1e-12) and not critic.head.weight.any()
+    returns = algo.advantage(replace(batch, value=value))[1]
+    assert float((returns - value)[batch.mask].std()) == pytest.approx(float(returns[batch.mask].std()), rel=1e-12)
+
+
+def test_where_nothing_was_sampled_a_centred_critic_expects_nothing():
+    batch, critic = world(3), Critic(policy(), "shared")
+    centre(critic, replace(batch, mask=batch.mask & False), algorithm("ppo"))
+    assert not critic.head.bias.any()
 
 
 @given(st.lists(st.sampled_from(FINISH), min_size=8, max_size=8), st.integers(1, 60))

@@ -14,7 +14,7 @@ from nanorl import tiny
 from nanorl.algorithms import ALGORITHMS
 from nanorl.config import Config, Refused
 from nanorl.optimize import adamw, clip_and_step, learning_rate
-from nanorl.policy import Policy, admit, check_scores, end_tokens, frozen, load, measure
+from nanorl.policy import Policy, admit, check_scores, end_tokens, frozen, load, measure, scored
 from nanorl.sample import Group, Prompt, Sample, collate
 
 V = 17  # the tiny tokenizer's vocabulary
@@ -238,6 +238,14 @@ def test_the_reference_is_measured_for_every_row_by_its_own_weights_in_passes_of
     assert result.logp_prox is None
 
 
+@pytest.mark.parametrize("tokens", [1, 20, 10**6])
+def test_whatever_the_order_in_which_rows_are_asked_for_each_gets_its_own_scores_and_the_others_none(tokens):
+    policy, batch, rows = Policy(make("llama")), make_batch((9, 3, 14, 6, 12)), torch.tensor([4, 0, 3])
+    exact, found = policy(batch).logp.detach(), scored(lambda micro: policy(micro).logp.detach(), batch, rows, tokens)
+    assert torch.allclose(found[rows].double(), exact[rows], rtol=0, atol=1e-6) and exact.any(1).all()
+    assert found[[1, 2]].isnan().all()
+
+
 # ---- the reference
 
 
@@ -250,16 +258,16 @@ def saved(net, folder):
 
 def test_the_reference_is_the_model_of_its_folder_at_the_policys_temperature_and_never_trained(tmp_path):
     policy, batch = Policy(make("llama", torch.float32), temperature=0.7), make_batch()
-    ref = frozen(str(saved(make("qwen3", torch.float32), tmp_path)), policy)
+    ref = frozen(str(saved(make("qwen3", torch.float32), tmp_path)), policy, tiny.tokenizer())
     assert torch.equal(ref(batch).logp, Policy(make("qwen3", torch.float32), temperature=0.7)(batch).logp)
     assert not any(p.requires_grad for p in ref.parameters()) and not ref(batch).logp.requires_grad
     half, alike = (Policy(make(name, torch.float32), dtype=torch.bfloat16) for name in ("llama", "qwen3"))
-    assert torch.equal(frozen(str(tmp_path), half)(batch).logp, alike(batch).logp)
+    assert torch.equal(frozen(str(tmp_path), half, tiny.tokenizer())(batch).logp, alike(batch).logp)
 
 
 def test_a_reference_from_the_policys_own_folder_stays_when_the_policy_moves(tmp_path):
     policy, batch = Policy(load(str(saved(make("gpt2", torch.float32), tmp_path)), "cpu")[0]), make_batch()
-    ref = frozen(str(tmp_path), policy)
+    ref = frozen(str(tmp_path), policy, tiny.tokenizer())
     start = policy(batch).logp.detach()
     policy(batch).logp.sum().backward()
     clip_and_step(policy, adamw(policy, Config()), 1e-2, 1.0)
@@ -272,8 +280,22 @@ def test_a_reference_of_another_vocabulary_or_none_is_refused_by_its_own_flag_in
     for folder, wrong in ((saved(other, tmp_path / "other"), f"it knows {V + 1} tokens, the policy {V};"),
                           (tmp_path / "none", "no such folder")):  # fmt: skip
         with pytest.raises(Refused, match=f"^--ref-model {folder}: {wrong}") as refused:
-            frozen(str(folder), policy)
+            frozen(str(folder), policy, tiny.tokenizer())
         assert "\n" not in str(refused.value)
+
+
+def test_a_reference_that_numbers_tokens_otherwise_is_refused_in_one_line(tmp_path, monkeypatch):
+    """It would score other texts. One that merely lacks a token of the policy's is not told apart by that."""
+    policy, words = Policy(make("llama", torch.float32)), tiny.tokenizer()
+    monkeypatch.setattr(tiny, "CHARACTERS", tiny.CHARACTERS[::-1])
+    saved(make("qwen3", torch.float32), tmp_path)
+    with pytest.raises(Refused, match=f"^--ref-model {tmp_path}: its tokenizer numbers tokens otherwise; use") as refused:
+        frozen(str(tmp_path), policy, words)
+    assert "\n" not in str(refused.value)
+    words.add_tokens(["<new>"])
+    monkeypatch.undo()
+    tiny.tokenizer().save_pretrained(tmp_path)
+    frozen(str(tmp_path), policy, words)
 
 
 # ---- which models may be trained
@@ -450,6 +472,17 @@ def test_no_gradient_is_no_step_not_even_of_weight_decay():
     weights = [p.detach().clone() for p in policy.parameters()]
     assert clip_and_step(policy, optimizer, 1e-3, 1.0) == 0.0
     assert all(torch.equal(a, b) for a, b in zip(weights, policy.parameters())) and not optimizer.state
+
+
+def test_a_rate_of_0_is_no_step_so_that_moments_do_not_gather_what_is_not_followed():
+    """The gradient is told and cleared. The first step after it is that of a fresh optimizer."""
+    policy = Policy(make("llama"))
+    optimizer, weights = adamw(policy, Config(weight_decay=0.1)), [p.detach().clone() for p in policy.parameters()]
+    policy(make_batch()).logp.sum().backward()
+    size = math.sqrt(sum(float(p.grad.square().sum()) for p in policy.parameters()))
+    assert clip_and_step(policy, optimizer, 0.0, 1.0) == pytest.approx(size, rel=1e-12)
+    assert all(torch.equal(a, b) for a, b in zip(weights, policy.parameters())) and not optimizer.state
+    assert all(p.grad is None for p in policy.parameters())
 
 
 def test_only_weights_that_want_a_gradient_are_trained():

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,6 +60,29 @@ def test_after_k_products_it_has_the_best_of_the_krylov_space_and_says_what_is_l
     x, residual = trpo.conjugate_gradient(lambda v: matrix @ v, b, k)
     assert close(x, best, 1e-7)
     assert math.isclose(residual, float((b - matrix @ x).norm() / b.norm()), rel_tol=1e-6, abs_tol=1e-12)
+
+
+@given(st.floats(1.0, 1e4), SEEDS)
+def test_each_product_adds_to_the_gain_of_the_full_step_whatever_the_residual_does(spread, seed):
+    """bᵀ·step = √(2δ)·bᵀx/√(xᵀFx), the eigenvalues from 1 to the spread. No x has more than F⁻¹b: √(2δ·bᵀF⁻¹b)."""
+    turn, b = torch.linalg.qr(normal(6, 6, seed=seed))[0], normal(6, seed=seed + 1)
+    matrix = turn @ torch.diag(torch.logspace(0, math.log10(spread), 6, dtype=torch.float64)) @ turn.T
+
+    def product(v):
+        return matrix @ v
+
+    gains = [float(b @ trpo.full_step(trpo.conjugate_gradient(product, b, k)[0], product, 0.5)) for k in range(1, 7)]
+    most = float((b @ torch.linalg.solve(matrix, b)).sqrt())
+    assert gains[0] > 0 and all(more > less * (1 - 1e-9) for less, more in pairwise(gains))
+    assert math.isclose(gains[-1], most, rel_tol=1e-6)
+
+
+def test_a_residual_above_1_is_no_reason_to_stay():
+    """F = diag(1, 100), b = (1, 0.1): the best multiple of b is 0.505·b, and b − F·x = (0.495, −4.95)."""
+    diagonal, b = torch.tensor([[1.0, 100.0], [1.0, 0.1]], dtype=torch.float64)
+    x, residual = trpo.conjugate_gradient(lambda v: diagonal * v, b, 1)
+    assert close(x, 0.505 * b, 1e-12) and residual > 4
+    assert math.isclose(residual, math.hypot(0.495, 4.95) / math.hypot(1, 0.1), rel_tol=1e-12)
 
 
 def test_it_stops_when_it_is_done_and_where_there_is_no_curvature():
@@ -226,6 +250,15 @@ def test_a_length_at_which_nothing_is_finite_is_too_long(broken):
     assert search(lambda s: s * s, lambda s: broken if s > 0.1 else s, 0.04)[0] <= (0.2 if broken == math.inf else 0.1)
 
 
+@pytest.mark.parametrize("delta", [1e-9, 5e-324])
+def test_a_bound_however_small_divides_by_nothing(delta):
+    """Where the KL is rounded to 0, or below, the step becomes longer, as long as it may."""
+    s, spent, gained, asked = search(lambda s: 0.0 if s < 1e3 else s, lambda s: s, delta)
+    assert spent == 0 and gained == s == max(a for a in asked if a < 1e3) and 900 < s
+    assert search(lambda s: -delta, lambda s: s, delta)[0] > 1e10
+    assert search(lambda s: 1.0, lambda s: s, delta)[:3] == (0, 0, 0)
+
+
 # ---- the whole step
 
 
@@ -241,13 +274,13 @@ def algorithm(delta=0.01, damping=0.1, iterations=5, share=1.0):
     return SimpleNamespace(loss=surrogate, axes=SimpleNamespace(trpo=trust))
 
 
-def update(seed=0, change=lambda batch: batch):
+def update(seed=0, change=lambda batch: batch, aggregation="token-mean"):
     """A world in which every row has an advantage but those of its second group, changed, and weighted."""
     batch = world(seed)
     adv = normal(len(batch), seed=seed + 1).where(batch.group != 1, 0.0)
     adv = adv[:, None].where(batch.mask, 0.0)
     batch = replace(batch, logp_prox=None, done=0.0, adv=adv, keep=batch.mask & adv.ne(0))
-    return change(batch).weighted("token-mean", LIMIT)
+    return change(batch).weighted(aggregation, LIMIT)
 
 
 def step(policy, batch, algo, tokens=10**6, sign=1.0):
@@ -286,15 +319,28 @@ def spent_and_gained(batch, old, new):
 
 
 @settings(max_examples=8)
-@given(st.floats(1e-6, 0.1), st.sampled_from([0.0, 0.1, 1.0]), st.floats(0.7, 1.5), st.integers(0, 10**6))
-def test_an_accepted_step_stays_in_the_trust_region_and_improves_the_surrogate(delta, damping, temperature, seed):
-    policy, batch = fresh(temperature), update(seed)
+@given(st.floats(1e-6, 0.1), st.sampled_from([(0.0, 1.0), (0.1, 0.5), (1.0, 0.2), (0.1, 1.0), (1.0, 1.0)]),
+       st.floats(0.7, 1.5), st.integers(0, 10**6))  # fmt: skip
+def test_an_accepted_step_stays_in_the_trust_region_and_improves_the_surrogate(delta, fisher, temperature, seed):
+    """The region is that of all rows, whatever share of them F is from."""
+    (damping, share), policy, batch = fisher, fresh(temperature), update(seed)
     old = distributions(policy, batch)
-    norm, notes = step(policy, batch, algorithm(delta, damping))
+    norm, notes = step(policy, batch, algorithm(delta, damping, share=share))
     kl, gain = spent_and_gained(batch, old, distributions(policy, batch))
     assert notes["trpo/accepted"] == 1 and norm > 0 and 0 <= notes["trpo/residual"]
     assert 0.9 * delta < kl <= delta * (1 + 1e-7) and gain > 0
     assert math.isclose(notes["trpo/kl"], kl, rel_tol=1e-7) and math.isclose(notes["trpo/gain"], gain, rel_tol=1e-7)
+
+
+def test_the_region_is_that_of_all_tokens_alike_where_each_micro_batch_of_the_loss_has_a_mean_of_its_own():
+    """bnpo, two micro-batches: its weights depend on the split, and D̄_KL's do not."""
+    policy, batch, v = fresh(), update(aggregation="bnpo"), normal(len(vector(fresh())))
+    assert len(list(batch.split(25))) > 1 and batch.local_mean
+    assert close(fisher_product(policy, batch, v, 25), fisher_product(policy, update(), v), 1e-12)
+    old = distributions(policy, batch)
+    notes = step(policy, batch, algorithm(), 25)[1]
+    kl, _ = spent_and_gained(batch, old, distributions(policy, batch))
+    assert 0.009 < kl <= 0.01 * (1 + 1e-7) and math.isclose(notes["trpo/kl"], kl, rel_tol=1e-7)
 
 
 @pytest.mark.parametrize("damping", [0.0, 1.0])
@@ -326,7 +372,7 @@ def test_the_step_is_its_parts_put_together():
     assert close(change / change.norm(), best / best.norm(), ROUNDING)
 
 
-@pytest.mark.parametrize("tokens", [1, 12, 25])
+@pytest.mark.parametrize("tokens", [1, 12])
 def test_no_split_into_micro_batches_changes_the_step(tokens):
     batch, v = update(), normal(len(vector(fresh())))
     assert close(fisher_product(fresh(), batch, v, tokens), fisher_product(fresh(), batch, v), 1e-12)
@@ -357,6 +403,13 @@ def test_rows_without_advantage_shape_the_step_unless_they_are_left_out_of_the_s
 
     assert close(direction(pair, 0.5), direction(alone, 1.0), ROUNDING)
     assert not close(direction(pair, 1.0), direction(alone, 1.0), 0.01)
+
+
+def test_a_row_without_tokens_is_no_share():
+    batch = update(change=lambda batch: batch.select(torch.tensor([1, 0])))
+    alone = update(change=lambda batch: batch.select(torch.tensor([0])))
+    assert not batch.mask[0].any() and batch.mask[1].any()
+    assert close(moved(batch, algorithm(share=0.5)), moved(alone, algorithm()), 1e-9)
 
 
 @pytest.mark.parametrize("option", [dict(damping=10.0), dict(iterations=1), dict(share=0.3), dict(delta=0.001)])
