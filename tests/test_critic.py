@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanorl import tiny
@@ -56,6 +56,7 @@ def test_the_value_of_a_token_is_that_of_the_prefix_before_it_alone(trunk):
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
+@settings(max_examples=20)
 @given(st.integers(1, 7), st.integers(0, 99))
 def test_what_comes_at_and_after_a_token_does_not_change_its_value(trunk, t, seed):
     batch, critic = world(0), outspoken(trunk)
@@ -160,6 +161,7 @@ def test_where_nothing_was_sampled_a_centred_critic_expects_nothing():
     assert not critic.head.bias.any()
 
 
+@settings(max_examples=20)
 @given(st.lists(st.sampled_from(FINISH), min_size=8, max_size=8), st.integers(1, 60))
 def test_the_bootstrap_is_the_value_of_the_whole_row_where_it_was_truncated_and_zero_elsewhere(finish, tokens):
     batch, critic = world(0), outspoken("shared")

@@ -107,6 +107,7 @@ def test_every_surrogate_at_every_level_is_its_equation_in_value_and_gradient(na
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=25)
 @given(batches())
 def test_the_ratio_is_its_equation_in_value_and_gradient(level, batch):
     """As −importance of an advantage of 1: value r, slope r where a token has its own; 1 off the mask."""
@@ -135,6 +136,7 @@ def test_every_other_loss_is_its_equation_in_value_and_gradient(batch):
 
 @pytest.mark.parametrize("level", ["token", "sequence", "joint"])
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
+@settings(max_examples=25)
 @given(batches(), st.sampled_from([(0.0, math.inf), (0.0, 2.0), (0.5, 5.0), (0.9, 1.1)]))
 def test_the_correction_is_its_equation_and_has_no_gradient(kind, level, batch, bounds):
     prox, behave, _, mask = batch

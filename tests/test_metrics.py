@@ -186,7 +186,7 @@ def std(values: list[float], alone: float) -> float:
 
 
 @given(steps, seeds, algorithms)
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_every_metric_is_its_equation(groups, seed, algo):
     batch, logp = batch_of(groups, seed)
     measured, expected = step_metrics(groups, batch, logp, algo), oracle(groups, batch, logp, algo.axes)

@@ -281,6 +281,7 @@ def test_a_prefill_holds_no_more_tokens_than_it_may_unless_one_prompt_alone_does
 # ---------------------------------------------------------------------------------------------- how an answer ends
 
 
+@settings(max_examples=25)
 @given(st.sets(st.integers(0, V - 1), max_size=4))
 def test_an_answer_ends_with_its_first_end_token_which_it_holds(end):
     """Any of several end tokens; without one in it, at the length limit. The trainer's mask covers it."""
@@ -295,6 +296,7 @@ ENDING = SimpleNamespace(jobs=jobs_of([3, 8], new=8), engine=engine_of("llama"))
 ENDING.whole = tokens(generate(ENDING.engine, ENDING.jobs))
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 37), st.integers(1, 9), st.booleans())
 def test_an_answer_ends_with_the_first_stop_text_which_it_holds(start, length, first):
     """The shortest beginning whose text has it; of several stop texts any."""
