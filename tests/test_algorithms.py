@@ -645,15 +645,20 @@ WHITENED = {"adv_norm.mean_level": "batch", "adv_norm.std_level": "batch"}
 
 @pytest.mark.parametrize("name, more", [
     *((name, {}) for name in ALGORITHMS), ("grpo", WHITENED), ("grpo", {"entropy_weight": 0.1}),
+    ("grpo", {"gamma": 0.9}), ("grpo", {"kl_weight": 0.1}), ("grpo", {"kl_weight": 0.1, "ref_model": "M"}),
     ("grpo", {"reward_norm.mean_level": "batch"}), ("grpo", {"reward_norm.std_level": "batch"}),
     ("grpo", {"ratio_level": "joint"}), ("grpo", {"dual_clip": 3.0}), ("dr_grpo", {"reward_norm.leave_one_out": True}),
 ])  # fmt: skip
 def test_the_first_loss_is_what_is_explained(name, more):
-    """Where the console says so, and nowhere else: at ratio 1 the loss is −Σ weight·A, and A sums to 0 in each group."""
+    """Where the console says so, and nowhere else: at ratio 1 the loss is −Σ weight·A, and A sums to 0 in each group.
+
+    With a discount an answer has no one advantage. The reference is the policy itself at first, unless one is named.
+    """
     algo, batch = algorithm(name, **more), replace(world(6), done=0.0)
     batch = batch.select(batch.mask.any(1).nonzero()[:, 0])  # an answer of no token has its advantage nowhere
     now = said(batch)
-    batch = replace(batch, logp_behave=now.logp, logp_prox=now.logp, logp_ref=now.logp, value=0 * now.value)
+    ref = batch.logp_ref if algo.axes.ref_model else now.logp
+    batch = replace(batch, logp_behave=now.logp, logp_prox=now.logp, logp_ref=ref, value=0 * now.value)
     made = credit(batch, algo).weighted(algo.axes.aggregation, LIMIT)
     alike = abs(slopes(batch, algo, now).loss + float((made.weight * made.adv).sum())) < 1e-9
     of_answer = made.adv.sum(1) / made.mask.sum(1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PPO_STEPS = 150
+PPO_STEPS = 60
 
 
 def finished(tmp_path, script, *flags):

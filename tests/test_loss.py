@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanorl import loss
@@ -721,6 +721,7 @@ def test_masked_columns_change_no_ratio_of_an_answer(batch, columns):
         assert bool((ratio(*wide, level)[:, mask.shape[1] :] == 1).all())
 
 
+@example((torch.tensor([[False, False], [True, True], [True, False]]), torch.tensor([0, 5, 5])))  # a whole prompt
 @given(masks())
 def test_fully_masked_rows_count_nowhere(rows):
     mask, group = rows
