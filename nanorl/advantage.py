@@ -1,9 +1,9 @@
 """Better than what? Credit for every token, from rewards and a baseline.
 
-Pure functions of tensors: no model, no settings, no state; any device, float32 or float64 (sums of many bfloat16 numbers
-lose their digits; what comes out of them is finite). They need nothing but the
-methods of the tensors that they are given, so this file imports no torch (the table of algorithms, and with it
---help, would wait two seconds for it), and each function can be copied out alone.
+Pure functions of tensors: no model, no settings, no state; any device, float32 or float64 (sums of many bfloat16
+numbers lose their digits; what comes out of them is finite). They need nothing but the methods of the tensors that they
+are given, so this file imports no torch (the table of algorithms, and with it --help, would wait two seconds for it),
+and each function can be copied out alone.
 
 A group is an explicit id per row, never a slice of fixed size: groups may be incomplete, interleaved, alone.
 Group ids are [B] int64, masks [B, T] bool; results are new tensors. A reward is never overwritten.
@@ -62,7 +62,8 @@ def normalise(x: Tensor, mask: Tensor, group: Tensor, mean_level: str = "group",
     tokens, x = mask.sum(1).to(x.dtype), x.where(mask, 0.0)
     pool = {"group": group, "batch": group.new_zeros(group.shape)}
 
-    def pooled(rows: Tensor, level: str) -> Tensor:  # [B, 1] the sum over the pool
+    def pooled(rows: Tensor, level: str) -> Tensor:
+        """[B, 1] the sum over the row's pool."""
         return group_sum(rows, pool[level])[:, None]
 
     # lab: begin (which baseline keeps the gradient unbiased, and what does it do to its variance?)

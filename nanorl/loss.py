@@ -239,6 +239,7 @@ def value_loss(value: Tensor, value_old: Tensor, returns: Tensor, mask: Tensor, 
     value, value_old, returns = value.where(mask, 0.0), value_old.where(mask, 0.0), returns.where(mask, 0.0)
 
     def loss(error: Tensor) -> Tensor:
+        """½·error², linear beyond huber."""
         size = error.abs()
         near = size.clamp(max=huber)
         return near * (size - near / 2)

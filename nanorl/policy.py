@@ -118,7 +118,10 @@ def measure(batch: Batch, policy: Policy, ref: Policy | None, needs: frozenset[s
 
 
 def scored(score: Callable[[Batch], Tensor], batch: Batch, rows: Tensor, tokens: int) -> Tensor:
-    """[B, T] score(micro) of these rows, NaN in the others, in passes of at most this many tokens."""
+    """[B, T] score(micro) of these rows, NaN in the others, in passes of at most this many tokens.
+
+    batch: a step's own, row i at place i.
+    """
     out = torch.full(batch.mask.shape, float("nan"), device=batch.ids.device)
     chosen = batch.select(rows)
     chosen = replace(chosen, weight=chosen.mask.float(), local_mean=False)
