@@ -25,7 +25,7 @@ class Critic(nn.Module):
     def __init__(self, policy: Policy, trunk: str):
         super().__init__()
         self.trunk = copy.deepcopy(policy.model.base_model) if trunk == "own" else None
-        self.dtype = policy.dtype
+        self.autocast = policy.autocast  # the same precision
         width, like = policy.model.config.get_text_config().hidden_size, policy.model
         self.head = nn.Linear(width, 1, device=like.device, dtype=like.dtype)
         nn.init.zeros_(self.head.weight)
@@ -37,7 +37,7 @@ class Critic(nn.Module):
         hidden [B, T, H] are the policy's last hidden states; a critic with its own trunk computes others.
         """
         if self.trunk is not None:
-            with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            with self.autocast():
                 hidden = self.trunk(input_ids=batch.ids, use_cache=False).last_hidden_state
         every = self.head(hidden.to(self.head.weight.dtype))[:, :, 0]  # [B, T] V(ids[:, :t+1])
         end = every.gather(1, batch.length[:, None] - 1)[:, 0]

@@ -114,8 +114,7 @@ def clip_shares(batch: Batch, trained: Tensor, ratio: Tensor, algo: Algorithm) -
     if "eps_low" in algo.unused():
         return {}
     axes = algo.axes
-    whole = axes.ratio_level in ("sequence", "joint")
-    adv = (A.row_mean(batch.adv, batch.mask) if whole else batch.adv)[trained]
+    adv = algo.pull(batch)[trained]
     low, high = mean((adv < 0) & (ratio < 1 - axes.eps_low)), mean((adv > 0) & (ratio > 1 + axes.eps_high))
     dual = {} if axes.dual_clip is None else {"clip/dual": mean((adv < 0) & (ratio > axes.dual_clip))}
     return {"clip": low + high + dual.get("clip/dual", 0.0), "clip/low": low, "clip/high": high, **dual}

@@ -130,9 +130,8 @@ class Algorithm:
         """[b, T] ρ·surrogate + β·KL − c·entropy, each as far as the axes have it."""
         axes, logp, mask = self.axes, out.logp, micro.mask
         prox = proximal(logp, micro, axes)
-        whole = self.has_ratio and axes.ratio_level in ("sequence", "joint")
-        adv = A.row_mean(micro.adv, mask) if whole else micro.adv
-        per_token = self.surrogate(logp, L.ratio(logp, prox, mask, axes.ratio_level), adv, mask, axes)
+        ratio = L.ratio(logp, prox, mask, axes.ratio_level)
+        per_token = self.surrogate(logp, ratio, self.pull(micro), mask, axes)
         if axes.correction.kind != "none":
             per_token = per_token * L.correction(prox, micro.logp_behave, mask, **vars(axes.correction))
         if axes.kl_weight and axes.kl_in == "loss":
@@ -143,6 +142,11 @@ class Algorithm:
         if axes.entropy_weight:
             per_token = per_token - axes.entropy_weight * out.entropy.where(mask, 0.0)
         return per_token
+
+    def pull(self, batch: Batch) -> Tensor:
+        """[B, T] the advantage that the ratio multiplies: where the ratio is the answer's, the answer's mean."""
+        whole = self.has_ratio and self.axes.ratio_level in ("sequence", "joint")
+        return A.row_mean(batch.adv, batch.mask) if whole else batch.adv
 
     def value_loss(self, value: Tensor, micro: Batch) -> Tensor:
         """[b, T] the critic's loss, weighted."""
