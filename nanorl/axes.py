@@ -131,7 +131,7 @@ class Axes:
     trpo: Trpo = field(default_factory=Trpo)
 
 
-FOREIGN = {  # names that people bring from AReaL and TRL
+FOREIGN = {  # names that people bring from other libraries
     "kl-ctl": "--kl-weight", "beta": "--kl-weight", "kl-coef": "--kl-weight", "init-kl-coef": "--kl-weight",
     "num-generations": "--samples-per-prompt", "n-samples": "--samples-per-prompt", "learning-rate": "--lr",
     "group-size": "--samples-per-prompt", "max-completion-length": "--max-new-tokens", "max-steps": "--steps",

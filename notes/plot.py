@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanorl.algorithms import ALGORITHMS
 from nanorl.axes import differences, rebuilt
+from nanorl.plots import STYLE
 
 TITLES = {
     "eval/pass@1": "held-out pass@1",
@@ -38,9 +39,7 @@ parser.add_argument("--panels", nargs="+", default=["eval/pass@1", "worked", "le
 args = parser.parse_args()
 
 if __name__ == "__main__":
-    plt.rcParams.update(
-        {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
-    )
+    plt.rcParams.update(STYLE)
     figure, axes = plt.subplots(1, len(args.panels), figsize=(4.6 * len(args.panels), 3.6), constrained_layout=True)
     for number, run in enumerate(args.runs):
         settings = json.loads((run / "config.json").read_text())
