@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from nanorl.axes import Axes, Correction, Norm, Trpo, differences
 from nanorl.objective import Algorithm, clipped, importance, reinforce, sapo
+from nanorl.pace import Pace
 
 CLIP = "ℓ_t = −min(r_t·A, clip(r_t, 1−ε_low, 1+ε_high)·A),  r_t = π_θ(t)/π_prox(t)"
 GRPO = Axes()
@@ -100,11 +101,13 @@ ROWS = [
         differs="nothing; with one advantage an answer its gradient is gspo's, token for token. It is verl's gspo",
     ),
     Algorithm(
-        says="dapo: GRPO with clip-higher and the mean over tokens (dynamic sampling and the overlong penalty not yet)",
-        equation=f"{GROUP};  {CLIP}, ε_high > ε_low;  Σ ℓ_t/N",
-        paper="DAPO, arXiv 2503.14476, eq. 8 and 10", surrogate=clipped, axes=Axes(eps_high=0.28),
-        differs="two of the paper's four parts are not here yet: groups without contrast are left out, not sampled "
-                "again, and length is not penalised",
+        says="dapo: GRPO with clip-higher, the mean over tokens and dynamic sampling (the overlong penalty not yet)",
+        equation=f"{GROUP};  {CLIP}, ε_high > ε_low;  Σ ℓ_t/N over the groups with contrast",
+        paper="DAPO, arXiv 2503.14476, eq. 8 to 11", surrogate=clipped, axes=Axes(eps_high=0.28),
+        differs="the paper samples until the step is full of groups with contrast (--dynamic-sampling refill), which "
+                "costs ever more as the job is solved; AReaL lets the step shrink, and so does this. Length is not "
+                "penalised yet",
+        job={"pace": Pace(dynamic_sampling="shrink")},
     ),
     Algorithm(
         says="sapo: GRPO with soft gates instead of a clip; mean over answers",
@@ -163,9 +166,9 @@ ROWS = [
 ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in ROWS}
 
 
-def chosen(name: str, axes: Axes) -> Algorithm:
-    """The row of this name with these axes."""
-    return replace(ALGORITHMS[name], axes=axes)
+def chosen(name: str, axes: Axes, stale: bool = False) -> Algorithm:
+    """The row of this name with these axes; what they leave open depends on whether samples may be stale."""
+    return replace(ALGORITHMS[name], axes=axes).settled(stale)
 
 
 def main(words: list[str]) -> int:

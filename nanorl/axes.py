@@ -39,14 +39,19 @@ class Norm:
 class Correction:
     """the coefficient π_prox/μ for samples of another policy (loss.correction)"""
 
-    kind: Literal["none", "truncate", "mask"] = "none"
-    """truncate: held within the bounds; mask: tokens out of bounds lose their loss; none: no coefficient."""
+    kind: Literal["auto", "none", "truncate", "mask"] = "auto"
+    """truncate: held within the bounds; mask: tokens out of bounds lose their loss; auto: truncate for stale samples."""
     level: Literal["token", "sequence", "joint"] = "token"
     """token; sequence: geometric mean over the answer; joint: the product."""
     low: float = 0.0
     """Lower bound. 0: none."""
     high: float = 5.0
     """Upper bound, above 1. 2 to 5; inf leaves the coefficient as it is."""
+
+    @property
+    def on(self) -> bool:
+        """There is a coefficient."""
+        return self.kind in ("truncate", "mask")
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,9 @@ FOREIGN = {  # names that people bring from other libraries
     "lam": "--critic.gae-lambda", "clip-range": "--eps-low",
     "cliprange": "--eps-low", "entropy-coeff": "--entropy-weight", "critic-lr": "--critic.lr-factor",
     "value-clip": "--critic.clip", "importance-weight-cap": "--correction.high",
+    "max-head-offpolicyness": "--max-lag", "max-staleness": "--max-lag", "max-concurrent-rollouts": "--in-flight",
+    "dynamic-bs": "--dynamic-sampling", "dynamic-filter-fn": "--dynamic-sampling", "filter-groups": "--dynamic-sampling",
+    "async-generation": "--engine", "behav-imp-weight-cap": "--correction.high",
     "sapo-tau-pos": "--tau-pos", "sapo-tau-neg": "--tau-neg", "prox-logp-method": "--prox",
 }  # fmt: skip
 
@@ -176,7 +184,7 @@ def idle(axes: Axes) -> dict[str, str]:
     off = {}
     if not axes.kl_weight:
         off |= dict.fromkeys(("kl_in", "kl_estimator", "ref_model"), "--kl-weight 0.01")
-    if axes.correction.kind == "none":
+    if not axes.correction.on:
         off |= dict.fromkeys(("correction.level", "correction.low", "correction.high"), "--correction.kind truncate")
     if axes.aggregation not in ("seq-mean-token-sum-norm", "constant"):
         off["length_limit"] = "--aggregation seq-mean-token-sum-norm"
@@ -234,7 +242,7 @@ def wrong(axes: Axes) -> str | None:
                 "--kl-in reward")
     if axes.kl_estimator in ("k3+", "rk3") and axes.kl_in == "reward" and axes.kl_weight:
         return f"--kl-estimator {axes.kl_estimator}: it differs by its gradient, and a reward has none; use k1"
-    if axes.prox == "behave" and axes.correction.kind != "none":
+    if axes.prox == "behave" and axes.correction.on:
         return ("--correction.kind: π_prox is the sampler itself with --prox behave, so its ratio to it is 1; "
                 "use --prox recompute")
     return None

@@ -36,7 +36,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nanorl.axes import Axes
-from nanorl.config import Config, Refused, command
+from nanorl.cli import command
+from nanorl.config import Config, Refused
 
 WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 

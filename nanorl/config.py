@@ -1,17 +1,13 @@
-"""What can be set? The flags of a run, parsed and checked before torch is imported (importing it takes seconds).
+"""What can be set? The flags of a run and what is refused, before torch is imported (importing it takes seconds).
 
-`Config` is the job: what is asked, how much, how it is optimised, where it goes. The axes of an algorithm (`Axes` in
-`axes.py`: clip, KL, normalisation) are a second group, shown by `python train_grpo.py NAME --help`.
+`Config` is the job: what is asked, how much, how it is optimised, where it goes. How far sampling runs ahead (`Pace` in
+`pace.py`) and the axes of an algorithm (`Axes` in `axes.py`: clip, KL, normalisation) are a second group, shown by
+`python train_grpo.py NAME --help`. `cli.py` reads the command line.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
-import shlex
-import sys
-import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +16,20 @@ from typing import Annotated, Literal
 import tyro
 
 from nanorl.algorithms import ALGORITHMS, chosen
-from nanorl.axes import FOREIGN, Axes, differences, flat, rebuilt
+from nanorl import pace
+from nanorl.axes import Axes
+from nanorl.pace import Pace
 from nanorl.reward import REWARDS
-
 
 STARTED = time.monotonic()  # scripts import this file before torch: the start of the program
 
 
 class Refused(Exception):
     """The input cannot be used. The message is one line: which flag or file, what is wrong, what to do."""
+
+
+class Lost(Exception):
+    """Something beside this process that the run needs is gone. The message is one line: what, how, its last words."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class Config:
     """Gradients longer than this are scaled down to it. 1; watch grad_norm."""
 
     # engine
-    engine: Literal["local"] = "local"
-    """Who generates. local: the training model itself, in this process."""
+    engine: Literal["local", "worker"] = "local"
+    """Who generates. local: the training model itself, in this process; worker: a second process (for --max-lag)."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps; auto takes cuda where there is one, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -115,6 +116,9 @@ class Config:
     dry_run: bool = False
     """Check everything, show the settings, one prompt as the model gets it and the memory it takes, and stop."""
 
+    pace: Annotated[Pace, tyro.conf.arg(name="")] = field(default_factory=Pace)
+    """how far sampling may run ahead of training"""
+
     @property
     def samples_per_step(self) -> int:
         """Rows of a step, prompts_per_step × samples_per_prompt."""
@@ -129,90 +133,10 @@ class Whole(Config):
     """what sets the algorithm apart"""
 
 
-def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axes]:
-    """The algorithm's name, the job and the algorithm's axes that a command line asks for.
-
-    With --resume DIR the saved settings of that run are the defaults. Raises Refused; -h prints help and exits 0.
-    """
-    name, rest, named = default_name, list(argv), bool(argv and not argv[0].startswith("-"))
-    if named:
-        name, rest = argv[0], argv[1:]
-        if name not in ALGORITHMS:
-            near = " or ".join(difflib.get_close_matches(name, ALGORITHMS, 3))
-            raise Refused(f"{name}: no such algorithm; {f'did you mean {near}?' if near else 'there are'} "
-                          f"({', '.join(ALGORITHMS)})")
-    for word in rest:
-        flag = word.split("=")[0].lstrip("-").replace("_", "-")
-        if word.startswith("--") and flag in FOREIGN:
-            raise Refused(f"--{flag}: that is another library's name; here it is {FOREIGN[flag]}")
-    settings = (tyro.conf.FlagCreatePairsOff,)
-    if ("-h" in rest or "--help" in rest) and not named:
-        tyro.cli(Config, args=["--help"], prog=f"{Path(sys.argv[0]).name} [NAME]", config=settings)
-    default = Whole(axes=ALGORITHMS[name].axes, **ALGORITHMS[name].job)
-    folder = resume_folder(rest)
-    if folder is not None:
-        asked, (name, default) = name, read_saved(folder)
-        if named and name != asked:
-            raise Refused(f"--resume {folder}: that run is {name}, not {asked}; start a new run instead")
-    if ALGORITHMS[name].critic != ALGORITHMS[default_name].critic:
-        other, what = ("ppo", "a") if ALGORITHMS[name].critic else ("grpo", "no")
-        raise Refused(f"{name}: it has {what} critic; python train_{other}.py {f'--resume {folder}' if folder else name}")
-    saved = default
-    if "-h" in rest or "--help" in rest:  # only here: flags that the row refuses need no help
-        shown = narrowed(default, ALGORITHMS[name].unused())
-        tyro.cli(type(shown), default=shown, args=["--help"], prog=f"{Path(sys.argv[0]).name} {name}", config=settings,
-                 description=ALGORITHMS[name].says)  # fmt: skip
-    whole = tyro.cli(Whole, args=rest, default=default, prog=f"{Path(sys.argv[0]).name} {name}", config=settings,
-                     description=ALGORITHMS[name].says)
-    job = resolved(Config(**{f.name: getattr(whole, f.name) for f in dataclasses.fields(Config)}))
-    for flag in ("task", "digits", "model", "seed", "prompts_per_step") if folder is not None else ():
-        if getattr(job, flag) != getattr(saved, flag):  # the start, and what numbers the prompts
-            raise Refused(f"{dashed(flag)}: {folder} has {getattr(saved, flag)}, and a run keeps it; start a new run")
-    check(name, job, whole.axes)
-    return name, job, whole.axes
-
-
-def narrowed(default: Whole, unused: set[str]) -> Whole:
-    """The same settings, of a class whose help hides these axes."""
-    kinds = {f.name: type(getattr(default.axes, f.name)) for f in dataclasses.fields(Axes)}
-    hidden = [(name, tyro.conf.Suppress[kinds[name]], field(default=getattr(default.axes, name))) for name in unused]
-    axes = dataclasses.make_dataclass("Axes", hidden, bases=(Axes,), frozen=True)
-    part = ("axes", Annotated[axes, tyro.conf.arg(name="")], field(default_factory=axes))
-    whole = dataclasses.make_dataclass("Whole", [part], bases=(Whole,), frozen=True)
-    return whole(**{**vars(default), "axes": axes(**vars(default.axes))})
-
-
 def resolved(cfg: Config) -> Config:
     """The job with the length limit that its task sets, where the flags set none."""
     limit = 6 * cfg.digits + 6 if cfg.task == "arithmetic" else 256
     return cfg if cfg.max_new_tokens is not None else dataclasses.replace(cfg, max_new_tokens=limit)
-
-
-def resume_folder(words: list[str]) -> Path | None:
-    """The folder after --resume, if it is there."""
-    for i, word in enumerate(words):
-        if word == "--resume" and i + 1 < len(words):
-            return Path(words[i + 1])
-        if word.startswith("--resume="):
-            return Path(word.split("=", 1)[1])
-    return None
-
-
-def read_saved(folder: Path) -> tuple[str, Whole]:
-    """The algorithm and the settings in config.json of a run. Raises Refused where there are none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise Refused(f"--resume {folder}: no config.json there; name the folder of a run (runs/NAME)")
-    try:
-        saved = json.loads(path.read_text())
-        job = saved["config"] | {"stop": tuple(saved["config"].get("stop", ())), "out": None}  # JSON has no tuples
-        if saved["algorithm"] not in ALGORITHMS:
-            raise KeyError(f"algorithm {saved['algorithm']}")
-        return saved["algorithm"], Whole(**job, axes=rebuilt(saved["axes"]))
-    except ValueError as error:
-        raise Refused(f"{path}: not JSON ({error}); restore it or start a new run") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise Refused(f"{path}: not the settings of a run ({error}); restore it or start a new run") from None
 
 
 def check(name: str, cfg: Config, axes: Axes) -> None:
@@ -247,7 +171,9 @@ def check(name: str, cfg: Config, axes: Axes) -> None:
         raise Refused(f"--task {cfg.task} needs --model DIR: the tiny model only knows arithmetic")
     if cfg.resume and cfg.out and Path(cfg.out) != Path(cfg.resume):
         raise Refused(f"--out {cfg.out}: a resumed run stays in its folder, {cfg.resume}")
-    chosen(name, axes).refuse(cfg, ALGORITHMS[name].axes, Refused)
+    if (line := pace.wrong(cfg.pace, cfg.engine, cfg.prompts_per_step)) is not None:
+        raise Refused(line)
+    chosen(name, axes, cfg.pace.stale).refuse(cfg, ALGORITHMS[name].axes, Refused)
 
 
 def divisors_near(total: int, wanted: int) -> str:
@@ -264,33 +190,3 @@ def divisors_near(total: int, wanted: int) -> str:
 def dashed(name: str) -> str:
     """The flag of a field: max_new_tokens → --max-new-tokens."""
     return "--" + name.replace("_", "-")
-
-
-def command(script: str, name: str, cfg: Config, axes: Axes) -> str:
-    """The one command that makes this run again, with what differs from the defaults."""
-    words = ["python", script, name]
-    usual = resolved(Config(**{"task": cfg.task, "digits": cfg.digits, **ALGORITHMS[name].job}))
-    usual = dataclasses.replace(usual, task=Config.task, digits=Config.digits)
-    asked = [(f, value) for (f, value), pair in zip(flat(cfg), flat(usual)) if (f, value) != pair]
-    for f, value in asked + differences(axes, ALGORITHMS[name].axes):
-        if f in ("resume", "dry_run", "out"):
-            continue
-        if isinstance(value, bool):
-            words.append(dashed(f if value else ".".join((*f.split(".")[:-1], f"no_{f.split('.')[-1]}"))))
-        elif isinstance(value, str) and value.startswith("-"):  # else it would read as a flag
-            words.append(f"{dashed(f)}={value}")
-        else:
-            words += [dashed(f), *map(str, value if isinstance(value, tuple) else [value])]
-    return shlex.join(words)
-
-
-def describe(script: str, name: str, cfg: Config, axes: Axes) -> str:
-    """Every setting, the counts that follow from them, doubts and the command, as printed at the start of a run."""
-    updates, unused = cfg.updates_per_batch * cfg.epochs_per_batch, chosen(name, axes).unused()
-    pairs = [f"{f}={value!r}".replace(" ", "\0") for f, value in flat(cfg) + flat(axes) if f.split(".")[0] not in unused]
-    settings = textwrap.fill("  ".join(pairs), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    return (f"{ALGORITHMS[name].says}\n{settings}\n".replace("\0", " ")
-            + f"{cfg.samples_per_step} samples = {cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}; "
-            + f"{updates} update{'s' * (updates > 1)} a step; {cfg.steps} steps\n"
-            + "".join(f"note: {remark}\n" for remark in chosen(name, axes).remarks(cfg))
-            + f"again: {command(script, name, cfg, axes)}")

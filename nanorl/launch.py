@@ -9,11 +9,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nanorl.config import Refused, describe, parse
+from nanorl.cli import describe, parse
+from nanorl.config import Lost, Refused
+
+
+class Stop:
+    """Ctrl-C and SIGTERM ask the run to stop where it can be saved; asked twice, it stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def handle(self, number: int, frame: object) -> None:
+        """The signal handler."""
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print(f"\n{signal.Signals(number).name}: stopping after this step; once more stops at once", file=sys.stderr)
 
 
 def launch(script: str, default_name: str, train: Callable[[Any], None], argv: list[str]) -> int:
-    """Parse, check, put the run together, `train(run)`. Returns the exit status: 0 done, 2 refused, 130 stopped.
+    """Parse, check, put the run together, `train(run)`. Returns the exit status: 0 done, 2 refused, 130 stopped, 1 lost.
 
     torch is imported when the flags are known to be good.
     """
@@ -40,6 +58,9 @@ def launch(script: str, default_name: str, train: Callable[[Any], None], argv: l
     except Refused as error:
         print(f"{Path(script).name}: {error}", file=sys.stderr)
         return 2
+    except Lost as error:
+        print(f"{Path(script).name}: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # --help | head: nobody reads any more, and Python would complain once more at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

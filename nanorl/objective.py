@@ -132,7 +132,7 @@ class Algorithm:
         prox = proximal(logp, micro, axes)
         ratio = L.ratio(logp, prox, mask, axes.ratio_level)
         per_token = self.surrogate(logp, ratio, self.pull(micro), mask, axes)
-        if axes.correction.kind != "none":
+        if axes.correction.on:
             per_token = per_token * L.correction(prox, micro.logp_behave, mask, **vars(axes.correction))
         if axes.kl_weight and axes.kl_in == "loss":
             distance = L.kl(logp, micro.logp_ref, mask, "k3" if axes.kl_estimator == "rk3" else axes.kl_estimator)
@@ -156,6 +156,14 @@ class Algorithm:
 
     # ---- what the start asks
 
+    def settled(self, stale: bool) -> Algorithm:
+        """With what the axes leave open decided: stale samples get a correction, if this objective has a place for it."""
+        if self.axes.correction.kind != "auto":
+            return self
+        own = self.surrogate is sapo or self.axes.prox == "behave" or self.axes.m2_threshold is not None
+        kind = "truncate" if stale and not own else "none"
+        return replace(self, axes=replace(self.axes, correction=replace(self.axes.correction, kind=kind)))
+
     @property
     def has_ratio(self) -> bool:
         """Its loss corrects for the policy's movement, so it can be used for more than one update of a batch."""
@@ -166,7 +174,7 @@ class Algorithm:
         """It divides by the sampler's probabilities."""
         axes = self.axes
         in_kl = axes.kl_weight and (axes.kl_in == "reward" or axes.kl_estimator == "rk3")
-        return bool(in_kl or axes.prox != "recompute" or axes.correction.kind != "none" or axes.m2_threshold)
+        return bool(in_kl or axes.prox != "recompute" or axes.correction.on or axes.m2_threshold)
 
     @property
     def explained(self) -> bool:
@@ -212,7 +220,7 @@ class Algorithm:
                           "batch; use 1 and 1")
         if self.natural and cfg.dtype != "float32":
             raise refused(f"--dtype {cfg.dtype}: its rounding exceeds the KL that bounds a natural step; use float32")
-        if self.surrogate is sapo and (axes.correction.kind != "none" or axes.prox != "recompute"):
+        if self.surrogate is sapo and (axes.correction.on or axes.prox != "recompute"):
             raise refused("--correction.kind, --prox: SAPO's gate is defined on one ratio, to the old policy; the "
                           "decoupled objective has two. Leave them out, or use decoupled_ppo")
         if axes.m2_threshold is not None and (self.critic or axes.entropy_weight or axes.kl_weight):
@@ -242,8 +250,12 @@ class Algorithm:
             found.append(f"on a shared trunk a value loss of weight {axes.critic.weight:g} drowns the policy's; take 0.2")
         if self.critic and axes.critic.warmup_steps:
             found.append(f"in the first {axes.critic.warmup_steps} steps the critic alone learns, the policy stays")
-        if axes.correction.kind != "none" or axes.m2_threshold is not None or axes.prox == "behave":
-            found.append("samples are fresh here (every lag is 0), so corrections for stale ones do nothing yet")
+        corrected = axes.correction.on or axes.m2_threshold is not None or axes.prox == "behave"
+        if corrected and not cfg.pace.stale:
+            found.append("samples are fresh here (every lag is 0): but for rounding there is nothing to correct")
+        if cfg.pace.stale and not corrected:
+            found.append(f"samples may be {cfg.pace.bound} steps old and nothing corrects for that; "
+                         f"{'use decoupled_ppo' if self.surrogate is sapo else '--correction.kind truncate does'}")
         return found
 
     def refuse_samples(self, groups: list, refused: type[Exception]) -> None:

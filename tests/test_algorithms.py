@@ -744,7 +744,8 @@ def test_chosen_binds_the_axes_and_leaves_the_table_alone(name):
     row, batch = ALGORITHMS[name], world(8)
     axes = changed(row.axes, kl_weight=0.2, kl_in="loss", kl_estimator="k2")
     algo = chosen(name, axes)
-    assert algo.axes is axes and ALGORITHMS[name] is row and row.axes != axes
+    assert algo.axes == changed(axes, **{"correction.kind": algo.axes.correction.kind})  # "auto" is decided
+    assert ALGORITHMS[name] is row and row.axes != axes
     assert algo.surrogate is row.surrogate and algo.critic == row.critic
     assert slopes(batch, algo, said(batch)).loss != slopes(batch, row, said(batch)).loss
 

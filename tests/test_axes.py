@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanorl import config
+from nanorl import cli, config
 from nanorl.algorithms import ALGORITHMS, chosen
 from nanorl.axes import Axes, Correction, Norm, differences, flat, idle, rebuilt, wrong
 from nanorl.config import Config, Refused
@@ -65,7 +65,7 @@ def words(axes: dict) -> list[str]:
 
 def asked(name: str, flags: list[str]) -> tuple[str, Config, Axes]:
     """What the script of this row makes of these flags."""
-    return config.parse([name, *flags], "ppo" if ALGORITHMS[name].critic else "grpo")
+    return cli.parse([name, *flags], "ppo" if ALGORITHMS[name].critic else "grpo")
 
 
 # ---- no axis is dead, and each is a flag
@@ -280,10 +280,10 @@ def test_no_row_sets_an_axis_that_is_off_in_it(name):
 def test_a_script_runs_the_rows_of_its_own_kind(name):
     critic = ALGORITHMS[name].critic
     right, wrong_one = ("ppo", "grpo") if critic else ("grpo", "ppo")
-    assert config.parse([name], right)[0] == name
+    assert cli.parse([name], right)[0] == name
     says = f"^{name}: it has {'a' if critic else 'no'} critic; python train_{right}.py {name}$"
     with pytest.raises(Refused, match=says):
-        config.parse([name], wrong_one)
+        cli.parse([name], wrong_one)
 
 
 # ---- samples without log-probs
@@ -322,7 +322,7 @@ AS_IT_IS = {"ppo": ["the critic alone learns"], **dict.fromkeys(("decoupled_ppo"
 
 def remarked(name: str, cfg: Config, axes: Axes, says: list[str]) -> bool:
     """At the start of the run these are the remarks, each known by some of its words, a line each."""
-    remarks, shown = chosen(name, axes).remarks(cfg), config.describe("train.py", name, cfg, axes)
+    remarks, shown = chosen(name, axes).remarks(cfg), cli.describe("train.py", name, cfg, axes)
     noted = [line.removeprefix("note: ") for line in shown.splitlines() if line.startswith("note: ")]
     return noted == remarks and len(says) == len(remarks) and all(words in line for words, line in zip(says, remarks))
 

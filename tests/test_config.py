@@ -18,13 +18,16 @@ from transformers import PreTrainedTokenizerFast
 
 from nanorl import config, tasks, tiny
 from nanorl import launch as launching
-from nanorl.algorithms import ALGORITHMS
-from nanorl.axes import Axes, flat
-from nanorl.config import FOREIGN, Config, Refused, command, dashed, describe, divisors_near, parse
+from nanorl.algorithms import ALGORITHMS, chosen
+from nanorl.axes import FOREIGN, Axes, flat
+from nanorl.cli import command, describe, parse
+from nanorl.config import Config, Refused, dashed, divisors_near
+from nanorl.pace import Pace
 from tests.worlds import changed
 
 ROOT = Path(__file__).resolve().parents[1]
-JOB, AXES = ([dashed(name) for name, _ in flat(group())] for group in (Config, Axes))
+PACE, AXES = ([dashed(name) for name, _ in flat(group())] for group in (Pace, Axes))
+JOB = [dashed(name) for name, _ in flat(Config()) if not name.startswith("pace.")]
 PAGE = {name: "ppo" if row.critic else "grpo" for name, row in ALGORITHMS.items()}  # whose script runs it
 
 
@@ -96,9 +99,9 @@ def test_help_shows_every_flag_of_the_job_with_its_rule_and_at_most_35(capsys):
 def test_the_axes_that_an_algorithm_looks_at_are_a_second_group(capsys, name):
     shown = helped(capsys, name)
     used = [dashed(axis) for axis, _ in flat(Axes()) if axis.split(".")[0] not in ALGORITHMS[name].unused()]
-    assert set(shown) == {*JOB, *used}
+    assert set(shown) == {*JOB, *PACE, *used}
     assert f"(default: {ALGORITHMS[name].axes.aggregation})" in shown["--aggregation"]  # its own, not grpo's
-    for flag in used:
+    for flag in PACE + used:
         assert re.search(r"[a-z].{15,}\.\)? *\(default: ", shown[flag]), f"{flag} has no text"
 
 
@@ -114,12 +117,12 @@ except SystemExit as exit:
     assert "--prompts-per-step" in said and said.splitlines()[-1] == "0 set()"
 
 
-@pytest.mark.parametrize("flag", [flag for flag in JOB + AXES if len(flag) > 4])
+@pytest.mark.parametrize("flag", [flag for flag in JOB + PACE + AXES if len(flag) > 4])
 def test_a_misspelt_flag_is_refused_with_the_right_one(capsys, flag):
     middle = len(flag) // 2
     before, (a, b), after = flag[:middle], flag[middle : middle + 2], flag[middle + 2 :]
     wrong = before + b + (a if len(flag) > 7 and len(flag) % 2 else "") + after  # two letters swapped, or one left out
-    if wrong not in JOB + AXES:
+    if wrong not in JOB + PACE + AXES:
         with pytest.raises(SystemExit) as exit:
             parse([wrong, "1"])
         assert exit.value.code == 2 and f" {flag} " in capsys.readouterr().err.replace("\n", " ")
@@ -128,7 +131,7 @@ def test_a_misspelt_flag_is_refused_with_the_right_one(capsys, flag):
 @pytest.mark.parametrize("name", FOREIGN)
 def test_names_of_other_libraries_are_answered_with_ours(name):
     ours = FOREIGN[name]
-    assert ours in JOB + AXES and f"--{name}" not in JOB + AXES
+    assert ours in JOB + PACE + AXES and f"--{name}" not in JOB + PACE + AXES
     for words in ([f"--{name}", "1"], [f"--{name}=1"], ["grpo", "--steps", "3", f"--{name.replace('-', '_')}", "1"]):
         with pytest.raises(Refused, match=f"--{name}: .* {ours}$"):
             parse(words)
@@ -157,7 +160,10 @@ VALUES = {
     "task": st.sampled_from(["arithmetic", "gsm8k", "jsonl"]), "reward": st.sampled_from(["exact", "number"]),
     "digits": st.integers(1, 12), "stop": st.lists(texts(listed=True), min_size=1, max_size=3).map(tuple),
     "temperature": st.floats(0.05, 100), "lr_schedule": st.sampled_from(["constant", "linear", "cosine"]),
-    "engine": st.just("local"), "dtype": st.sampled_from(["float32", "bfloat16"]), "eval_only": st.just(True),
+    "engine": st.sampled_from(["local", "worker"]), "pace.max_lag": st.sampled_from([0, 3, "inf"]),
+    "pace.delay": st.sampled_from([0, 2, "inf"]), "pace.dynamic_sampling": st.sampled_from(["refill", "shrink"]),
+    "pace.overtake": st.sampled_from([0, 1]), "pace.max_failed": st.floats(0, 1), "pace.deadline": positive,
+    "pace.restart_engine": st.just(True), "pace.engine_device": texts(), "dtype": st.sampled_from(["float32", "bfloat16"]), "eval_only": st.just(True),
     "eps_low": st.floats(0, 1, exclude_max=True), "kl_estimator": st.sampled_from(["k2", "k3"]),
     "aggregation": st.sampled_from(["token-sum", "constant", "bnpo"]), "updates_per_batch": st.sampled_from([2, 4]),
     "ratio_level": st.sampled_from(["token", "joint"]), "prox": st.sampled_from(["loglinear", "recompute"]),
@@ -198,7 +204,8 @@ def again(name, cfg, axes):
 def test_the_printed_command_gives_the_same_settings_again(name, data):
     """Of the job and of the axes, nested ones, none and infinity among them."""
     job, others = data.draw(some_of(Config)), data.draw(some_of(Axes, ALGORITHMS[name].unused()))
-    cfg, axes = config.resolved(Config(**{**ALGORITHMS[name].job, **job})), changed(ALGORITHMS[name].axes, **others)
+    pace = Pace(**{flag.removeprefix("pace."): job.pop(flag) for flag in [*job] if flag.startswith("pace.")})
+    cfg, axes = config.resolved(Config(**{**ALGORITHMS[name].job, **job, "pace": pace})), changed(ALGORITHMS[name].axes, **others)
     try:
         config.check(name, cfg, axes)
     except Refused:
@@ -275,10 +282,10 @@ def test_the_command_names_what_differs_from_the_defaults_and_nothing_else(data)
 def test_the_derived_counts_are_printed(prompts, samples, updates, epochs, steps):
     cfg = config.resolved(Config(prompts_per_step=prompts, samples_per_prompt=samples, updates_per_batch=updates,
                                  epochs_per_batch=epochs, steps=steps))  # fmt: skip
-    said = describe("train_grpo.py", "grpo", cfg, Axes())
+    said, axes = describe("train_grpo.py", "grpo", cfg, Axes()), chosen("grpo", Axes()).axes
     count = "1 update a step" if updates * epochs == 1 else f"{updates * epochs} updates a step"
     assert f"{prompts * samples} samples = {prompts} prompts × {samples}; {count}" in said
-    for setting, value in flat(cfg) + flat(Axes()):
+    for setting, value in [(name.removeprefix("pace."), value) for name, value in flat(cfg) + flat(axes)]:
         unused = setting.split(".")[0] in ALGORITHMS["grpo"].unused()
         assert bool(re.search(rf"(^|\s){setting}={re.escape(repr(value))}(\s|$)", said)) != unused
 
