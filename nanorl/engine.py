@@ -1,4 +1,4 @@
-"""Who samples the tokens? The `Engine` interface, and the engine that runs in this process.
+"""Who samples the tokens? The `Engine` interface; `local.py` and `worker.py` have the engines.
 
 What is sampled is decided by counters: the t-th token of a turn is drawn by the t-th uniform number of a generator
 keyed by (seed, stream, prompt number, sample, turn). So it depends neither on the rest of the batch nor on the engine.
@@ -6,20 +6,23 @@ keyed by (seed, stream, prompt number, sample, turn). So it depends neither on t
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from nanorl.policy import Policy
+from nanorl.timeline import Span
 
-from nanorl.config import Refused
-from nanorl.policy import Policy, room
+
+class Broken(Exception):
+    """The engine itself broke (`__cause__` says how): no request will succeed, so the run ends."""
+
+
+def broken(error: Exception) -> Broken:
+    """A Broken that comes from this error."""
+    wrapped = Broken(str(error))
+    wrapped.__cause__ = error
+    return wrapped
 
 
 @dataclass(frozen=True)
@@ -46,210 +49,22 @@ class Completion:
 class Engine(Protocol):
     """Whoever can do this may generate. Versions are completed training steps."""
 
-    version: int
+    version: int  # acknowledged: whatever is sampled from now on is sampled by it or a later one
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, images: Sequence[Any] = ()) -> Completion:
-        """Continue these token ids; tokens in, tokens out, nothing is ever decoded and encoded again."""
+        """Continue these token ids; tokens in, tokens out, nothing is ever decoded and encoded again. Raises Broken."""
 
     def pause(self) -> None:
         """Sample no token until resume."""
 
     def update_weights(self, policy: Policy, version: int) -> None:
-        """From now on sample with these weights. What is in flight keeps its tokens and goes on under the new ones."""
+        """Sample with these weights within a token step. What is in flight keeps its tokens and goes on under them."""
 
     def resume(self) -> None:
         """Go on sampling."""
 
+    def lap(self) -> list[Span]:
+        """What it did since the last lap."""
 
-class Request:
-    """One answer in the making: what is known of it so far and who waits for it."""
-
-    def __init__(self, ids: Sequence[int], sampling: Sampling, answer: asyncio.Future):
-        self.ids, self.sampling, self.answer = tuple(ids), sampling, answer
-        self.new: list[int] = []
-        self.logp: list[float] = []
-        self.version: list[int] = []
-        seed = np.random.SeedSequence(sampling.key)
-        self.uniform = np.random.Generator(np.random.Philox(seed)).random(sampling.max_new_tokens)
-
-
-class LocalEngine:
-    """The training model itself, in this process, decoding many answers at once.
-
-    The rows of the key-value cache are aligned at the right, so a token step is one forward pass over [B, 1] however
-    unequal the rows are. Rows that finish leave, rows that arrive are prefilled (each distinct prompt once) and join
-    with padding on their left, and when the longest row leaves, the left edge is cut off.
-    Raises Refused for models whose cache is not one of keys and values at every position.
-    """
-
-    def __init__(self, policy: Policy, tokenizer: Any, version: int = 0, max_rows: int = 512, prefill: int = 1 << 14):
-        self.policy, self.tokenizer, self.version = policy, tokenizer, version
-        self.max_rows, self.prefill_tokens = max_rows, prefill
-        self.room = room(policy.model)
-        for layer in DynamicCache(config=policy.model.config).layers:
-            if type(layer) is not DynamicLayer:
-                raise Refused(f"--model: --engine local knows no {type(layer).__name__}, only full attention")
-        self.waiting: list[Request] = []
-        self.rows: list[Request] = []
-        self.cache, self.length = None, None  # keys and values [B, heads, S, D] a layer; [B] real tokens of each row
-        self.driver: asyncio.Task | None = None
-        self.running = True
-
-    async def generate(self, ids: Sequence[int], sampling: Sampling, images: Sequence[Any] = ()) -> Completion:
-        """See Engine. Raises ValueError for what the model has no room for, whatever the sampling raised."""
-        if images:
-            raise ValueError("the local engine takes no images")
-        if not ids or len(ids) + sampling.max_new_tokens > self.room:
-            raise ValueError(f"{len(ids)} prompt tokens + {sampling.max_new_tokens} new, but room for {self.room}")
-        loop = asyncio.get_running_loop()
-        request = Request(ids, sampling, loop.create_future())
-        self.waiting.append(request)
-        if self.driver is None or self.driver.done():
-            self.driver = loop.create_task(self.drive())
-        return await request.answer
-
-    def pause(self) -> None:
-        """See Engine."""
-        self.running = False
-
-    def resume(self) -> None:
-        """See Engine."""
-        self.running = True
-
-    def update_weights(self, policy: Policy, version: int) -> None:
-        """See Engine. The weights are shared, so only the cache is old: rows in flight are prefilled again."""
-        self.waiting = self.rows + self.waiting
-        self.rows, self.cache, self.length = [], None, None
-        self.version = version
-
-    async def drive(self) -> None:
-        """Token steps until nobody waits; between two of them others (new requests, rewards) get their turn."""
-        try:
-            while self.waiting or self.rows:
-                if self.running:
-                    with torch.no_grad(), self.policy.autocast():  # not inference_mode: its tensors cannot be trained
-                        self.token_step()
-                await asyncio.sleep(0 if self.running else 0.01)
-        except Exception as error:  # handed to everybody who waits, so that it ends the run with its traceback
-            for request in self.rows + self.waiting:
-                if not request.answer.done():
-                    request.answer.set_exception(error)
-            self.rows, self.waiting, self.cache, self.length = [], [], None, None
-
-    def token_step(self) -> None:
-        """One token for every row: decode the rows there are, prefill the new ones, sample, let the finished leave."""
-        states = []
-        if self.rows:
-            states.append(self.decode())
-        new = self.admitted()
-        self.rows += new
-        if new:
-            states.append(self.prefill(new))
-        self.sample(torch.cat(states))
-        self.leave()
-
-    def decode(self) -> Tensor:
-        """[B, H] the last hidden state of every row, after its latest token."""
-        device, span = self.length.device, self.cache.get_seq_length() + 1
-        token = torch.tensor([[r.new[-1]] for r in self.rows], device=device)
-        mask = torch.arange(span, device=device) >= (span - 1 - self.length)[:, None]  # [B, S+1]
-        out = self.policy.model.base_model(input_ids=token, attention_mask=mask, position_ids=self.length[:, None],
-                                           past_key_values=self.cache, use_cache=True)  # fmt: skip
-        self.length = self.length + 1
-        return out.last_hidden_state[:, -1]
-
-    def admitted(self) -> list[Request]:
-        """The requests that join now, in order of arrival: as many as there are rows for and one prefill should hold."""
-        new, distinct, longest = [], set(), 0
-        for request in self.waiting[: max(0, self.max_rows - len(self.rows))]:
-            prefix = request.ids + tuple(request.new)
-            distinct.add(prefix)
-            longest = max(longest, len(prefix))
-            if new and len(distinct) * longest > self.prefill_tokens:
-                break
-            new.append(request)
-        del self.waiting[: len(new)]
-        return new
-
-    def prefill(self, new: list[Request]) -> Tensor:
-        """[n, H] the last hidden states of the new rows, whose keys and values join the cache."""
-        device = self.policy.model.device
-        prefixes = [r.ids + tuple(r.new) for r in new]
-        place = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}  # each distinct prefix once
-        span = max(map(len, place))
-        ids = torch.tensor([[0] * (span - len(p)) + list(p) for p in place], device=device)
-        length = torch.tensor([len(p) for p in place], device=device)
-        mask = torch.arange(span, device=device) >= (span - length)[:, None]
-        position = (mask.cumsum(1) - 1).clamp(min=0)
-        cache = DynamicCache(config=self.policy.model.config)
-        out = self.policy.model.base_model(input_ids=ids, attention_mask=mask, position_ids=position,
-                                           past_key_values=cache, use_cache=True)  # fmt: skip
-        rows = torch.tensor([place[p] for p in prefixes], device=device)
-        cache.batch_select_indices(rows)
-        self.cache = cache if self.cache is None else join(self.cache, cache)
-        self.length = length[rows] if self.length is None else torch.cat([self.length, length[rows]])
-        return out.last_hidden_state[rows, -1]
-
-    def sample(self, hidden: Tensor) -> None:
-        """Draw one token for every row by the inverse of its cumulative distribution at the row's own uniform number."""
-        logits = self.policy.model.get_output_embeddings()(hidden).float()  # [B, V]
-        heat = torch.tensor([[r.sampling.temperature] for r in self.rows], device=logits.device)
-        logits = logits / heat.where(heat > 0, 1.0)
-        wide = torch.float32 if logits.device.type == "mps" else torch.float64
-        u = torch.tensor([[r.uniform[len(r.new)]] for r in self.rows], dtype=wide, device=logits.device)
-        u = u.clamp(max=1 - torch.finfo(wide).eps)  # rounded to 1 it would pick the last token, likely or not
-        # lab: begin (sample a token from logits with one uniform number)
-        cumulative = logits.softmax(1).cumsum(1, dtype=wide)
-        token = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp(max=logits.shape[1] - 1)
-        # lab: end
-        token = token.where(heat > 0, logits.argmax(1, keepdim=True))
-        logp = logits.log_softmax(1).gather(1, token)
-        if not logp.isfinite().all():
-            raise FloatingPointError("log-probs are not finite: the weights are broken; lower --lr, take a checkpoint")
-        for request, t, p in zip(self.rows, token[:, 0].tolist(), logp[:, 0].tolist()):
-            request.new.append(t)
-            request.logp.append(p)
-            request.version.append(self.version)
-
-    def leave(self) -> None:
-        """Answer the requests that are finished; their rows leave the cache, and with them what only they needed."""
-        stay = []
-        for i, r in enumerate(self.rows):
-            finish = self.finished(r)
-            if finish is None and not r.answer.cancelled():
-                stay.append(i)
-            elif not r.answer.cancelled():
-                r.answer.set_result(Completion(tuple(r.new), tuple(r.logp), tuple(r.version), finish))
-        if len(stay) == len(self.rows):
-            return
-        self.rows = [self.rows[i] for i in stay]
-        if not stay:
-            self.cache, self.length = None, None
-            return
-        rows = torch.tensor(stay, device=self.length.device)
-        self.length = self.length[rows]
-        self.cache.batch_select_indices(rows)
-        edge = self.cache.get_seq_length() - int(self.length.max())
-        for layer in self.cache.layers:
-            layer.keys, layer.values = layer.keys[:, :, edge:], layer.values[:, :, edge:]
-
-    def finished(self, r: Request) -> str | None:
-        """Why the request ends after its latest token, or None."""
-        if r.new[-1] in r.sampling.end:
-            return "stop"
-        if r.sampling.stop:  # a text may span several tokens, so look at a tail that surely holds it
-            longest = max(len(text.encode()) for text in r.sampling.stop)  # a token is a byte at least
-            tail = self.tokenizer.decode(r.new[-(longest + 8) :])
-            if any(text in tail for text in r.sampling.stop):
-                return "stop"
-        return "length" if len(r.new) == r.sampling.max_new_tokens else None
-
-
-def join(a: DynamicCache, b: DynamicCache) -> DynamicCache:
-    """The rows of two caches below each other, aligned at the right: the shorter gets zeros on its left."""
-    span = max(a.get_seq_length(), b.get_seq_length())
-    for x, y in zip(a.layers, b.layers):
-        for name in ("keys", "values"):
-            pair = (getattr(x, name), getattr(y, name))
-            setattr(x, name, torch.cat([F.pad(t, (0, 0, span - t.shape[2], 0)) for t in pair]))
-    return a
+    def close(self) -> None:
+        """End what it has started."""

@@ -19,8 +19,11 @@ def dry_run(run: Run) -> None:
     heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     cached = min(cfg.samples_per_step, run.engine.max_rows) * (len(prompt.ids) + cfg.max_new_tokens)  # tokens
+    delayed = 1 if cfg.pace.delay == "inf" else cfg.pace.delay and cfg.pace.delay + 1  # copies of the weights
     parts = {
         "weights, gradients, Adam (float32)": 16 * weights,
+        "weights of the engine's process": 4 * weights * (cfg.engine == "worker"),
+        "delayed weights": 4 * weights * delayed,
         "reference": 4 * weights * ("logp_ref" in run.needs),
         "critic": 16 * weights * run.own_critic,
         "keys and values while sampling": cached * text.num_hidden_layers * heads * width * 8,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nanorl import advantage as A
 from nanorl import loss as L
+from nanorl.timeline import Span, union
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +99,7 @@ def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algo
     if batch.value is not None:
         left, total = std((batch.returns - batch.value)[mask]), std(batch.returns[mask])
         metrics |= {"value/mean": mean(batch.value[mask]), "value/explained": 1 - (left / (total or math.nan)) ** 2}
-    if algo.axes.correction.kind != "none":
+    if algo.axes.correction.on:
         factor = L.correction(start, batch.logp_behave, mask, **vars(algo.axes.correction))[trained]
         metrics |= {**mean_max("correction", factor), "correction/masked": mean(factor == 0)}
     if algo.axes.m2_threshold is not None:
@@ -107,6 +108,18 @@ def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algo
         of_prox = ("kl/prox", "mismatch", "correction") + (("ratio", "clip") if algo.axes.prox == "loglinear" else ())
         metrics = {name: x for name, x in metrics.items() if not name.startswith(of_prox)}
     return finite({**metrics, **average(n for g in groups for s in g.samples if s.train for n in s.notes)})
+
+
+def utilisation(spans: Sequence[Span], seconds: float) -> dict[str, float]:
+    """util/train and util/engine/N: the share of these seconds that the trainer trained, and that each engine worked.
+
+    Work counts where it is reported, at its end, and at most as all of the time.
+    """
+    work: dict[str, list[Span]] = {"util/train": [s for s in spans if s.name in ("score", "update")]}
+    for span in spans:
+        if span.lane.startswith("engine"):
+            work.setdefault(f"util/{span.lane.replace(' ', '/')}", []).append(span)
+    return {key: min(1.0, sum(end - start for start, end in union(of)) / seconds) for key, of in work.items()}
 
 
 def clip_shares(batch: Batch, trained: Tensor, ratio: Tensor, algo: Algorithm) -> dict[str, float]:

@@ -14,11 +14,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from nanorl import loss as L
 from nanorl.config import STARTED, Refused
 from nanorl.metrics import average, finite, trained_ratio
+from nanorl.timeline import Span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +29,9 @@ if TYPE_CHECKING:
     from nanorl.objective import Algorithm
     from nanorl.sample import Batch, Group
 
-WALL_CLOCK = ("seconds", "tokens_per_second")  # keys that begin so are times: the only ones a repeated run may change
+WALL_CLOCK = ("seconds", "tokens_per_second", "util/", "buffer/")  # keys that begin so are times, or change with them
 KEYS = frozenset("""step seconds tokens_per_second samples tokens trained_rows loss grad_norm skipped lr
-    reward reward/std reward/group_std contrast adv/mean adv/std lag/mean lag/max ratio/mean ratio/max
+    reward reward/all reward/std reward/group_std contrast adv/mean adv/std lag/mean lag/max ratio/mean ratio/max
     clip clip/low clip/high clip/dual kl/prox kl/ref mismatch/mean mismatch/max entropy repeat/token
     correction/mean correction/max correction/masked m2/dropped value/loss value/lr value/grad_norm value/mean
     value/explained length/mean length/max truncated""".split())  # beside these: seconds/…, eval/… and the user's own
@@ -70,8 +73,32 @@ COLUMNS = (  # title, width, key in metrics.jsonl, format; what a person looks a
     ("clip", 7, "clip", ".1%"), ("entropy", 9, "entropy", ".3f"), ("length", 8, "length/mean", ".1f"),
     ("cut", 6, "truncated", ".0%"), ("tok/s", 8, "tokens_per_second", ",.0f"),
 )  # fmt: skip
-BESIDE = ("value/explained",)  # shown after the columns where there is one
+BESIDE = ("value/explained", "correction/max")  # shown after the columns where there is one
 LEGEND = "(pass@1: held out, the last; grad: gradient norm; lag, ratio: largest; cut: answers; see notes/metrics.md)"
+
+
+class Clock:
+    """Seconds spent in each stage of a step: `with clock("train"): …`."""
+
+    SHOWN = {"generate": "wait", "measure": "score", "train": "update", "publish": "sync"}  # in the timeline
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.began = time.monotonic()
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.spans.append(Span("trainer", stage, start, time.monotonic()))
+
+    def lap(self) -> tuple[dict[str, float], list[Span], float]:
+        """Since the last lap: seconds by stage, the spans as the timeline names them, seconds in all."""
+        spans, self.spans, before, self.began = self.spans, [], self.began, time.monotonic()
+        seconds: dict[str, float] = {}
+        for span in spans:
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
+        return seconds, [replace(s, name=self.SHOWN.get(s.name, s.name)) for s in spans], self.began - before
 
 
 class Monitor:
@@ -94,7 +121,8 @@ class Monitor:
         """
         metrics = {**metrics, **average(_outside), **{f"seconds/{stage}": took for stage, took in seconds.items()}}
         _outside.clear()
-        metrics["tokens_per_second"] = metrics["tokens"] / sum(t for stage, t in seconds.items() if stage != "evaluate")
+        beside = ("evaluate", "save")
+        metrics["tokens_per_second"] = metrics["tokens"] / sum(t for stage, t in seconds.items() if stage not in beside)
         self.pass_1 = metrics.get("eval/pass@1", self.pass_1)
         self.write(step, metrics)
         for number, sample in ((group.prompt.number, sample) for group in groups for sample in group.samples):
@@ -161,9 +189,13 @@ class Monitor:
         self.board.add_text("sample", text, step)
 
     def histograms(self, step: int, batch: Batch, logp: Tensor, algo: Algorithm) -> None:
-        """Draw reward and length of rows, advantage and ratio of tokens; arguments as in `step_metrics`."""
+        """Draw reward and length of rows; advantage, lag, ratio, correction of tokens. Arguments as in `step_metrics`."""
+        trained, start, ratio = trained_ratio(batch, logp, algo)
         drawn = {"reward": batch.reward, "length": batch.mask.sum(1), "adv": batch.adv[batch.mask],
-                 "ratio": trained_ratio(batch, logp, algo)[2]}  # fmt: skip
+                 "lag": (batch.step - batch.version)[batch.mask], "ratio": ratio}  # fmt: skip
+        if algo.axes.correction.on:
+            factor = L.correction(start, batch.logp_behave, batch.mask, **vars(algo.axes.correction))
+            drawn["correction"] = factor[trained]
         for name, values in drawn.items():
             if values.isfinite().any():  # TensorBoard takes neither NaN nor nothing
                 self.board.add_histogram(f"histogram/{name}", values[values.isfinite()], step)
@@ -227,3 +259,9 @@ def text_progress(label: str, done: int, total: int, started: float) -> None:
         _said[label], spent = now, now - started
         text = f"{label} {done}/{total}  {span(spent)}, {span(spent / done * (total - done))} left"
         print(f"\r{text:78}" if terminal else text, end="" if terminal and not last else "\n", flush=True)
+
+
+if __name__ == "__main__":
+    from nanorl.timeline import main
+
+    sys.exit(main(sys.argv[1:]))

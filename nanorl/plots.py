@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanorl import loss as L
-from nanorl.config import Refused
+from nanorl.timeline import STYLE, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RATIO = torch.linspace(0.01, 4, 1597, dtype=torch.float64)  # steps of 1/400: 1 and every clip are points
-STYLE = {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
 DRAWN = {  # name → the surrogate of (log π, ratio, advantage, mask), and how its line looks; many lie on each other
     "importance": (lambda logp, r, adv, mask: L.importance(r, adv, mask), {"color": "0.8", "linewidth": 7}),
     "clipped 0.2, 0.2": (lambda logp, r, adv, mask: L.clipped(r, adv, mask, 0.2, 0.2), {"color": "C0", "linewidth": 3.5}),
@@ -42,12 +40,10 @@ def curve(name: str, ratio: Tensor, advantage: float) -> tuple[Tensor, Tensor]:
 
 
 def picture() -> Figure:
-    """Four panels: loss above, gradient weight below, A = 1 to the left, A = −1 to the right. Raises Refused."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Refused("--plot: it draws with matplotlib, which is not installed; pip install matplotlib") from None
+    """Four panels: loss above, gradient weight below, A = 1 to the left, A = −1 to the right."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 7.4), layout="constrained")
         panels = figure.subplots(2, 2, sharex=True)
@@ -68,14 +64,5 @@ def picture() -> Figure:
 
 def surrogates(path: str) -> str:
     """Draw `picture` into this file, .png, .svg or .pdf; returns what was written, in one line. Raises Refused."""
-    file = Path(path)
-    if file.suffix not in (".png", ".svg", ".pdf"):
-        raise Refused(f"--plot {path}: no kind of picture by its name; end it in .png, .svg or .pdf")
-    if not file.parent.is_dir():
-        raise Refused(f"--plot {path}: no folder {file.parent}; make it first, or name a file elsewhere")
-    figure = picture()
-    try:
-        figure.savefig(file, dpi=110)
-    except OSError as error:
-        raise Refused(f"--plot {path}: cannot be written ({error.strerror}); name another file") from None
+    save(picture, path, "--plot")
     return f"{path}: loss and gradient weight of {len(DRAWN)} surrogates against the ratio"

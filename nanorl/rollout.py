@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanorl.buffer import Buffer, Stopped
-from nanorl.engine import Completion, Engine, Sampling
+from nanorl.engine import Broken, Completion, Engine, Sampling
 from nanorl.monitor import collecting
 from nanorl.sample import Group, Prompt, Sample
 
@@ -80,6 +80,7 @@ class Rollout:
 
     def __init__(self, buffer: Buffer, make: Callable[[int], Coroutine[Any, Any, Group]]):
         self.buffer, self.make, self.tasks, self.closed = buffer, make, set(), False
+        self.deadline = buffer.pace.deadline
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="rollout", daemon=True)
         self.thread.start()
@@ -90,18 +91,30 @@ class Rollout:
 
     def start_admitted(self) -> None:
         """On the thread: groups admitted together reach the engine together, in order."""
-        while (number := self.buffer.admit()) is not None:
+        while not self.closed and (number := self.buffer.admit()) is not None:
             task = self.loop.create_task(self.one(number))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
     async def one(self, number: int) -> None:
-        """One group into the buffer; whatever goes wrong (an exit, too) reaches the trainer, who would else wait on."""
+        """One group into the buffer, or one that failed; what ends sampling (an exit, too) reaches the trainer."""
         try:
-            self.buffer.put(await self.make(number))
+            async with asyncio.timeout(self.deadline):
+                made = await self.make(number)
+            if not any(sample.train for sample in made.samples):
+                raise ValueError(f"prompt {number}: its episodes returned no sample to train on")
+            self.buffer.put(made)
+        except Broken as broken:
+            self.buffer.stop(broken.__cause__)
+        except TimeoutError as error:
+            late = TimeoutError(f"prompt {number}: not done within --deadline {self.deadline:g} s")
+            self.buffer.fail(number, error if str(error) else late)
+        except Exception as error:
+            self.buffer.fail(number, error)
         except BaseException as error:
             if not self.closed:
-                self.buffer.fail(error)
+                self.buffer.stop(error)
+        self.start_admitted()  # a group that was rejected has given its place back
 
     def call(self, question: Coroutine[Any, Any, Any], stop: Callable[[], bool]) -> Any:
         """The answer to a question asked on the thread (an evaluation, say). Raises Stopped when `stop()` turns true."""

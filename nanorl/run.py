@@ -5,65 +5,33 @@ Everything that `train_grpo.py` needs beside the loop itself stands here, so tha
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from nanorl import algorithms, checkpoint, config, engine, evaluate, optimize, policy, reward, rollout, tasks, tiny
-from nanorl.buffer import Buffer, Stopped
+from nanorl import algorithms, checkpoint, engine, evaluate, optimize, policy, reward, rollout, summary, tasks, tiny
 from nanorl.axes import Axes
+from nanorl.buffer import Buffer, Stopped
 from nanorl.config import Config, Refused
 from nanorl.critic import Critic
+from nanorl.launch import Stop
+from nanorl.local import DelayedEngine, LocalEngine
 from nanorl.memory import dry_run
-from nanorl.metrics import average, step_metrics
-from nanorl.monitor import Monitor, text_progress
+from nanorl.metrics import average, step_metrics, utilisation
+from nanorl.monitor import Clock, Monitor, text_progress
 from nanorl.sample import Batch, Group, Prompt
+from nanorl.timeline import Lane, Trace
+from nanorl.worker import WorkerEngine
 
 TIMEOUT = 1800.0  # seconds without a single finished group, after which something is stuck
-
-
-class Stop:
-    """Ctrl-C and SIGTERM ask the run to stop where it can be saved; asked twice, it stops at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def handle(self, number: int, frame: object) -> None:
-        """The signal handler."""
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        print(f"\n{signal.Signals(number).name}: stopping after this step; once more stops at once", file=sys.stderr)
-
-
-class Clock:
-    """Seconds spent in each stage of a step: `with clock("train"): …`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
-
-    def lap(self) -> dict[str, float]:
-        """The stages since the last lap."""
-        seconds, self.seconds = self.seconds, {}
-        return seconds
 
 
 class Run:
@@ -71,12 +39,12 @@ class Run:
 
     def __init__(self, script: str, name: str, cfg: Config, axes: Axes):
         self.script, self.name, self.cfg = Path(script).name, name, cfg
-        self.algo = algorithms.chosen(name, axes)
+        self.axes, self.algo = axes, algorithms.chosen(name, axes, cfg.pace.stale)
         self.needs = self.algo.needs(cfg)
         self.limit = self.algo.limit(cfg)
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
         self.folder = Path(cfg.resume) if cfg.resume else None
-        self.rollout = self.monitor = self.lock = self.ref = self.critic = None  # opened last
+        self.rollout = self.engine = self.monitor = self.trace = self.lock = self.ref = self.critic = None
         self.last = checkpoint.latest(self.folder) if cfg.resume else None
         self.value_norms: list[float] = []  # of the critic's gradient, one an update of the step
         self.step, self.not_finite, self.stop, self.clock = 0, 0, Stop(), Clock()
@@ -87,7 +55,7 @@ class Run:
         checkpoint.refuse_used(cfg)
         self.task = tasks.load(cfg)
         start_is_ref = "logp_ref" in self.needs and axes.ref_model is None
-        fresh = self.last is None or start_is_ref  # else the checkpoint has all that is needed
+        fresh = self.last is None or start_is_ref or cfg.pace.delay == "inf"  # else the checkpoint has all that is needed
         self.start = cfg.model or (self.warm_start() if fresh else str(self.last))
         model, self.tokenizer = policy.load(str(self.last or self.start), self.device)
         self.policy = policy.Policy(model, cfg.temperature, getattr(torch, cfg.dtype))
@@ -103,8 +71,8 @@ class Run:
         policy.check_scores(self.policy, torch.tensor([self.prompt(0).ids + (min(self.end),)], device=self.device))
         if not cfg.eval_only:
             checkpoint.refuse_full(cfg, *self.saved)
-        self.engine = engine.LocalEngine(self.policy, self.tokenizer)
-        self.score = partial(reward.score, self.task.reward)
+        self.engine = self.judge = LocalEngine(self.policy, self.tokenizer)  # evaluation is by the weights of now
+        self.rewards = Lane("rewards", "reward")
 
     def warm_start(self) -> str:
         """The folder of the tiny model's warm start, made now if it is not cached."""
@@ -113,6 +81,14 @@ class Run:
     def prompt(self, number: int) -> Prompt:
         """Prompt `number` of the run."""
         return tasks.make_prompt(self.task.train(number), number, self.tokenizer, self.cfg, self.task)
+
+    async def score(self, prompt: Prompt, completion: str, completion_ids: Sequence[int]) -> float:
+        """The task's reward; when it was at work goes into the timeline."""
+        start = time.monotonic()
+        try:
+            return await reward.score(self.task.reward, prompt, completion, completion_ids)
+        finally:
+            self.rewards.add(start, time.monotonic(), rewards=1)
 
     def sampling(self) -> engine.Sampling:
         """How training samples; evaluation too, but for its stream of random numbers."""
@@ -132,6 +108,7 @@ class Run:
         if self.folder is None:
             self.folder = checkpoint.new_folder(cfg, self.name)
         self.lock = checkpoint.locked(self.folder)
+        state = {}
         if self.last is not None:
             state = checkpoint.restore(self.last, self.parts)
             self.step, self.evaluation, self.before = state["step"], state["evaluation"], state["before"]
@@ -140,11 +117,39 @@ class Run:
             if self.step >= cfg.steps and (self.folder / "summary.json").exists():  # else only the end was cut short
                 raise Refused(f"--resume {cfg.resume}: that run is done ({self.step} steps); add --steps {2 * self.step}")
         (self.folder / "summary.json").unlink(missing_ok=True)
-        checkpoint.write_settings(self.folder, self.script, self.name, cfg, self.algo.axes)
-        self.engine.version = self.step
-        self.buffer = Buffer(cfg.prompts_per_step, version=self.step)
-        self.monitor = Monitor(self.folder, self.step, cfg.steps)
+        checkpoint.write_settings(self.folder, self.script, self.name, cfg, self.axes)
+        self.buffer = Buffer(cfg.prompts_per_step, self.step, cfg.pace, state.get("buffer"), cfg.steps)
+        self.monitor, self.trace = Monitor(self.folder, self.step, cfg.steps), Trace(self.folder / "trace.json")
         self.rollout = rollout.Rollout(self.buffer, self.make_group)
+        self.judge.version = self.step
+        self.engine = self.other_engine() or self.judge
+        self.buffer.acknowledged = self.engine.version
+
+    def other_engine(self) -> engine.Engine | None:
+        """The engine that samples, where it is not the one that evaluates: behind the trainer, or beside it."""
+        cfg, pace = self.cfg, self.cfg.pace
+        if pace.delay == "inf" and self.last is not None:
+            begin = policy.load(str(self.start), self.device)[0]
+            return DelayedEngine(policy.Policy(begin, cfg.temperature, self.policy.dtype), self.tokenizer, 0, math.inf)
+        if pace.delay != 0:
+            return DelayedEngine(self.policy, self.tokenizer, self.step, pace.bound)
+        if cfg.engine != "worker":
+            return None
+        threads = here = torch.get_num_threads()
+        if pace.stale:  # the two work at the same time
+            here, threads = max(1, threads - threads // 2), max(1, threads // 2)
+            torch.set_num_threads(here)
+        settings = {"model": str(self.last or self.start), "device": pace.engine_device or self.device,
+                    "dtype": cfg.dtype, "threads": threads, "version": self.step}  # fmt: skip
+        worker = WorkerEngine(settings, self.folder / "engine-0.log", self.rollout.loop, pace.restart_engine,
+                              self.acknowledged, self.buffer.stop)
+        worker.update_weights(self.policy, self.step)
+        return worker
+
+    def acknowledged(self, version: int) -> None:
+        """On the rollout's thread: the engine process has this version now."""
+        self.buffer.acknowledge(version)
+        self.rollout.start_admitted()
 
     async def make_group(self, number: int) -> Group:
         """G tries at prompt `number`."""
@@ -163,7 +168,7 @@ class Run:
         except FloatingPointError:  # these weights are not worth it
             raise
         except BaseException as error:  # between two steps everything is consistent: whatever happened, lose nothing
-            print(f"{type(error).__name__}: saved in {self.save()}", file=sys.stderr)
+            print(f"{type(error).__name__}: saved in {self.save()}; go on with --resume {self.folder}", file=sys.stderr)
             raise
 
     def due(self, every: int) -> bool:
@@ -178,7 +183,7 @@ class Run:
         prompts = [tasks.make_prompt(p, i, self.tokenizer, self.cfg, self.task) for i, p in enumerate(self.task.held_out)]
         total, started = len(prompts) * (samples + 1), time.monotonic()
         progress = partial(text_progress, "evaluate", total=total, started=started)
-        question = evaluate.evaluate(self.engine, self.tokenizer, prompts, self.score, self.sampling(), samples,
+        question = evaluate.evaluate(self.judge, self.tokenizer, prompts, self.score, self.sampling(), samples,
                                      self.cfg.seed, lambda done: progress(done=done))  # fmt: skip
         results, groups = self.rollout.call(question, (lambda: False) if within_step else self.stop)
         own = average(note for g in groups for s in g.samples for note in s.notes)
@@ -195,11 +200,9 @@ class Run:
         skipped = sum(not math.isfinite(norm) for norm in norms + self.value_norms)
         lost = any(of and not any(map(math.isfinite, of)) for of in (norms, self.value_norms))  # no update was made
         self.step += 1  # the version: completed training steps
-        self.engine.pause()
-        self.engine.update_weights(self.policy, version=self.step)
-        self.engine.resume()
+        self.publish()
         metrics = step_metrics(groups, batch, trained, self.algo, len(norms))
-        metrics |= {**numbers, "grad_norm": max(norms), "skipped": skipped}
+        metrics |= {**numbers, "grad_norm": max(norms), "skipped": skipped, **self.buffer.lap()}
         if self.value_norms:
             metrics["value/grad_norm"] = max(self.value_norms)
             self.value_norms = []
@@ -207,7 +210,10 @@ class Run:
             with self.clock("evaluate"):
                 self.evaluation = self.evaluate(within_step=True)
             metrics |= self.evaluation
-        self.monitor.step(self.step, metrics, groups, self.clock.lap())
+        stages, spans, seconds = self.clock.lap()
+        spans += self.engine.lap() + self.rewards.lap()
+        self.trace.write(spans)
+        self.monitor.step(self.step, metrics | utilisation(spans, seconds), groups, stages)
         if self.step == 1 and self.algo.explained and len(norms) == 1:
             self.monitor.explain_first_step(numbers["loss"])
         if self.due(5) or self.step == 1:
@@ -217,50 +223,46 @@ class Run:
         if self.not_finite == 5:
             raise FloatingPointError("5 steps in a row had no finite gradient; the last checkpoint is sound, this is not")
         if self.due(self.cfg.save_every) or self.step == self.cfg.steps:
-            self.save()
-        self.buffer.trained(self.step)  # admits the groups of the next step
+            with self.clock("save"):
+                self.save()
+
+    def publish(self) -> None:
+        """Hand the step's weights to the engine. Its groups are not outstanding any more, so others may start."""
+        async def update() -> None:
+            """On the thread that samples, so that it falls between two token steps."""
+            self.engine.update_weights(self.policy, version=self.step)
+
+        with self.clock("publish"):
+            self.rollout.call(update(), lambda: False)
+        self.buffer.acknowledge(self.engine.version)
+        self.buffer.trained(self.step)
+        if self.cfg.engine == "worker":  # who shares this process waits until the trainer does
+            self.rollout.pump()
 
     def save(self) -> Path:
         """A checkpoint of now; resuming from it is exact. Raises FloatingPointError for weights that are not finite."""
         if not all(weight.isfinite().all() for part in self.parts for weight in part.module.parameters()):
             raise FloatingPointError("weights are not finite, so they are not saved; go back to a checkpoint, lower --lr")
         state = {"step": self.step, "evaluation": self.evaluation, "before": self.before,
-                 "problems": tasks.fingerprint(self.task)}  # fmt: skip
+                 "problems": tasks.fingerprint(self.task), "buffer": self.buffer.state()}  # fmt: skip
         score = self.evaluation.get("eval/pass@1") if self.due(self.cfg.eval_every) else None
         return checkpoint.save(self.folder, self.step, self.parts, self.tokenizer, state, score)
 
     def begin(self) -> None:
         """Evaluate before training has changed anything. A resumed run has done that."""
+        if self.cfg.engine == "worker":
+            self.rollout.pump()
         if self.step == 0 and self.cfg.eval_every:
             self.evaluation = self.before = self.evaluate()
             self.monitor.evaluation(0, self.evaluation)
 
     def finish(self) -> None:
-        """Evaluate once more; say what the run reached, where everything lies, what to try next (and in summary.json)."""
-        results, before = self.evaluate(self.cfg.eval_samples) if self.cfg.eval_every else {}, self.before
-        summary = {"steps": self.step, "seconds": time.monotonic() - self.began, "before": before, "after": results,
-                   "command": config.command(self.script, self.name, self.cfg, self.algo.axes)}  # fmt: skip
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        last = checkpoint.latest(self.folder)
-        asked = ("task", "digits", "data", "eval_data", "system_prompt", "prompt_suffix", "stop", "reward", "dtype",
-                 "seed", "max_new_tokens", "temperature", "eval_problems", "eval_samples")  # fmt: skip
-        again = Config(**{f: getattr(self.cfg, f) for f in asked}, model=str(last), eval_only=True)
-        print(f"\ndone: step {self.step}, {summary['seconds']:.0f} s since this start")
-        for key, value in results.items():
-            was = f"{before[key]:.3f} → " if key in before else ""
-            print(f"  {key.removeprefix('eval/'):12} {was}{value:.3f}")
-        print(f"the run       {self.folder} (metrics.jsonl, samples.jsonl, summary.json)\n"
-              f"weights       {last} (AutoModelForCausalLM.from_pretrained opens it)\n"
-              f"curves        tensorboard --logdir {self.folder.parent}\n"
-              f"go on         python {self.script} --resume {self.folder} --steps {2 * self.cfg.steps}\n"
-              f"evaluate      {config.command(self.script, self.name, again, self.algo.axes)}")  # fmt: skip
-        if self.cfg.task == "arithmetic":
-            print(f"harder        python {self.script} {self.name} --digits {min(12, max(6, self.cfg.digits + 1))}\n"
-                  f"another way   python train_grpo.py {'dr_grpo' if self.name != 'dr_grpo' else 'rloo'}")  # fmt: skip
+        """Evaluate once more; say what the run reached."""
+        summary.finish(self, self.evaluate(self.cfg.eval_samples) if self.cfg.eval_every else {})
 
     def close(self) -> None:
-        """End the thread and close the files, as far as they were opened."""
-        for part in (self.rollout, self.monitor, self.lock):
+        """End the thread, the engine's process, and the files, as far as they were opened."""
+        for part in (self.rollout, self.engine, self.monitor, self.trace, self.lock):
             if part is not None:
                 part.close()
 

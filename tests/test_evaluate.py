@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from nanorl import rollout
 from nanorl.buffer import Buffer
-from nanorl.engine import Completion, LocalEngine, Sampling
+from nanorl.engine import Completion, Sampling
+from nanorl.local import LocalEngine
 from nanorl.evaluate import evaluate, pass_at_k, powers_of_two
 from nanorl.policy import Policy
 from nanorl.sample import Prompt
@@ -119,11 +120,12 @@ def trained(tiny_model, evaluations):
         for _ in range(evaluations):
             asked = [Prompt(i, (2 + i, 4, 12), "", "") for i in range(3)]  # the very prompts that are trained on
             _, held_out = runner.call(evaluate(engine, words, asked, judge, sampling, 2, 0, lambda done: None), lambda: False)
-            assert not buffer.done and buffer.admitted == 2 * step  # nothing of it reached the buffer
+            assert not buffer.done and buffer.placed == 2 * step  # nothing of it reached the buffer
             assert all(g.samples[0].ids != s.ids for g in held_out for t in steps for s in t[0].samples)
         runner.pump()
         steps.append(buffer.take(30, lambda: False))
         engine.update_weights(engine.policy, step + 1)
+        buffer.acknowledge(step + 1)
         buffer.trained(step + 1)
     runner.close()
     return [s.ids for groups in steps for g in groups for s in g.samples]

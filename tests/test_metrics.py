@@ -159,7 +159,7 @@ def oracle(groups: list[Group], batch: Batch, logp: torch.Tensor, axes: Axes) ->
         metrics |= {f"{name}/mean": mean(out[name]), f"{name}/max": max(out[name], default=NAN)}
     if axes.dual_clip is not None:
         metrics["clip/dual"] = mean(out["dual"])
-    if axes.correction.kind != "none":
+    if axes.correction.on:
         metrics |= {"correction/mean": mean(out["factor"]), "correction/max": max(out["factor"], default=NAN),
                     "correction/masked": mean(f == 0 for f in out["factor"])}  # fmt: skip
     if axes.m2_threshold is not None:

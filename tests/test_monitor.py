@@ -141,7 +141,8 @@ def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(tmp_pat
         board = EventAccumulator(str(folder)).Reload()
         assert [e.step for e in board.Scalars("reward")] == list(range(1, 13))
         assert [e.step for e in board.Scalars("eval/pass@1")] == [0, 6, 12]
-        assert {"histogram/reward", "histogram/adv", "histogram/length", "histogram/ratio"} == set(board.Tags()["histograms"])
+        assert {"histogram/reward", "histogram/adv", "histogram/length", "histogram/ratio",
+                "histogram/lag", "histogram/correction"} == set(board.Tags()["histograms"])
         assert board.Tags()["tensors"] == ["sample/text_summary"]
 
 
@@ -202,14 +203,15 @@ def test_the_page_defines_exactly_the_keys_that_exist(tmp_path):
     train(tmp_path, 0, 6)
     written = set().union(*read(tmp_path / "metrics.jsonl")) - {"worked", "gradient_cosine"}
     trainer = {"loss", "lr", "value/loss", "value/lr", "value/grad_norm", "eval/greedy", "eval/pass@k", "eval/length",
-               "eval/truncated"}  # fmt: skip
+               "eval/truncated", "reward/all", "seconds/publish", "seconds/save", "util/train", "util/engine/0",
+               *(f"buffer/{what}" for what in ("waiting", "making", "filtered", "failed", "left_out"))}  # fmt: skip
     page = PAGE.read_text()
     rows = re.findall(r"^\| `(\S+)`( ●)? \|(.*)\|$", page, re.MULTILINE)
     defined = [key for key, _, _ in rows if not key.startswith("trpo/")]  # those the natural step logs itself
     assert len(defined) == len(set(defined)) and set(defined) == written | trainer
     assert all(len(rest.replace(r"\|", "").split("|")) == 4 for _, _, rest in rows)  # meaning, unit, healthy, broken
     assert {key for key, mark, _ in rows if mark} == {key for _, _, key, _ in monitor.COLUMNS}
-    assert KEYS == {key for key in defined if not key.startswith(("seconds/", "eval/"))}
+    assert KEYS == {key for key in defined if not key.startswith(("seconds/", "eval/", "util/", "buffer/"))}
 
 
 # The console

@@ -25,7 +25,8 @@ from transformers import Qwen3ForCausalLM, Qwen3NextConfig
 from nanorl import tiny
 from nanorl.buffer import Buffer, Stopped
 from nanorl.config import Refused
-from nanorl.engine import Completion, LocalEngine, Request, Sampling
+from nanorl.engine import Completion, Sampling
+from nanorl.local import LocalEngine, Request
 from nanorl.monitor import log
 from nanorl.policy import Policy, admit
 from nanorl.rollout import EVALUATE, TRAIN, Rollout, Turns, group, one_turn
@@ -209,13 +210,14 @@ def test_rows_that_come_and_go_give_what_they_give_alone(arrivals, max_rows):
     engine.max_rows = max_rows
 
     def checked():
-        step()
+        counts = step()
         assert len(engine.rows) <= max_rows
         assert (engine.cache is None) == (not engine.rows)
         if engine.rows:
             held = [len(r.ids) + len(r.new) - 1 for r in engine.rows]  # all but the latest token, which comes next
             assert engine.length.tolist() == held and engine.cache.get_seq_length() == max(held)
             assert engine.cache.layers[0].keys.shape[0] == len(held)
+        return counts
 
     engine.token_step = checked
 
@@ -629,10 +631,11 @@ def test_synchronous_steps_get_their_own_prompts_in_order_by_the_weights_of_now(
         groups = buffer.take(30, never)
         assert [g.prompt.number for g in groups] == [3 * step, 3 * step + 1, 3 * step + 2]
         assert {v for g in groups for s in g.samples for v in s.version if v >= 0} == {step}
-        assert not buffer.done and buffer.admitted == 3 * step + 3  # and nobody has begun the next step
+        assert not buffer.done and buffer.placed == 3 * step + 3  # and nobody has begun the next step
         engine.pause()
         engine.update_weights(engine.policy, step + 1)
         engine.resume()
+        buffer.acknowledge(engine.version)
         buffer.trained(step + 1)
 
 

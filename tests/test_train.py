@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import train_grpo
 import train_ppo
-from nanorl import checkpoint, config, objective, optimize, reward, tiny
+from nanorl import checkpoint, cli, config, objective, optimize, reward, tiny
 from nanorl import launch as launching
 from nanorl.algorithms import ALGORITHMS
 from nanorl.critic import Critic
@@ -385,7 +385,7 @@ def own_keys(row, updates):
         prefixes += ("clip",)
     if axes.prox == "loglinear" and updates > 1:
         prefixes += ("ratio", "clip", "kl/prox", "mismatch", "correction")
-    more = [(axes.kl_weight, "kl/ref"), (axes.dual_clip, "clip/dual"), (axes.correction.kind != "none", "correction"),
+    more = [(axes.kl_weight, "kl/ref"), (axes.dual_clip, "clip/dual"), (axes.correction.on, "correction"),
             (axes.m2_threshold, "m2"), (row.critic, "value")]  # fmt: skip
     also = tuple(key for asked, key in more if asked)
     return {key for key in KEYS if (key not in OPTIONAL or key.startswith(also)) and not key.startswith(prefixes or "∅")}
@@ -857,7 +857,7 @@ def test_the_run_ends_by_saying_what_it_reached_and_where_it_lies(run):
     for words in (run.folder, checkpoint.latest(run.folder), "tensorboard --logdir", "--resume", "--eval-only"):
         assert str(words) in end
     assert summary["command"] == saved["command"] == re.search("^again: (.*)$", run.said, re.MULTILINE)[1]
-    name, cfg, axes = config.parse(shlex.split(summary["command"])[2:])
+    name, cfg, axes = cli.parse(shlex.split(summary["command"])[2:])
     assert json.loads(json.dumps(dataclasses.asdict(cfg))) == saved["config"] | {"out": None}
     assert (name, dataclasses.asdict(axes)) == (saved["algorithm"], saved["axes"])
 
@@ -866,7 +866,7 @@ def test_every_command_that_the_end_proposes_is_accepted(run):
     proposed = re.findall(r"^[a-z ]{14}python train_grpo.py (.*)$", run.said, re.MULTILINE)
     assert len(proposed) == 4 and "grpo --digits 6" in proposed
     for words in proposed:
-        config.parse(shlex.split(words))
+        cli.parse(shlex.split(words))
 
 
 def test_the_evaluation_that_the_end_proposes_repeats_it(start, tmp_path, capsys):
