@@ -17,13 +17,20 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanorl.algorithms import ALGORITHMS
 from nanorl.axes import differences, rebuilt
-from nanorl.plots import STYLE
+from nanorl.pace import Pace
+from nanorl.timeline import STYLE
 
 TITLES = {
     "eval/pass@1": "held-out pass@1",
     "worked": "share of answers with working",
     "length/mean": "mean length, tokens",
     "value/explained": "explained variance of the critic",
+    "lag/mean": "mean lag of a sample, steps",
+    "correction/mean": "mean correction π_prox/μ",
+    "correction/max": "largest correction π_prox/μ",
+    "mismatch/mean": "mean |log π_prox/μ|, nats",
+    "util/train": "utilisation of the trainer",
+    "util/engine/0": "utilisation of the engine",
     "kl/ref": "KL to the reference, nats a token",
     "ratio/max": "largest ratio of a step",
     "clip": "share of tokens clipped",
@@ -46,6 +53,8 @@ if __name__ == "__main__":
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         own = differences(rebuilt(settings["axes"]), ALGORITHMS[settings["algorithm"]].axes)
         label = ", ".join([settings["algorithm"], *(f"{axis} {value}" for axis, value in own)])
+        pace = differences(Pace(**settings["config"].get("pace", {})), Pace())
+        label += "".join(f", {flag.replace('_', ' ')} {value}" for flag, value in pace)
         label += f", seed {settings['config']['seed']}" if settings["config"]["seed"] else ""
         for axis, key in zip(axes, args.panels):
             points = [(row["step" if args.steps else "seconds"], row[key]) for row in rows if key in row]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanorl import config
+from nanorl import cli, config
 from nanorl.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,10 +62,10 @@ def test_a_command_of_the_readme_is_accepted(words, tmp_path, monkeypatch, capsy
     (Path("RUN") / "config.json").write_text(json.dumps(saved))
     if "--help" in words:
         with pytest.raises(SystemExit, match="^0$"):
-            config.parse(words[2:], default)
+            cli.parse(words[2:], default)
         assert "--steps" in capsys.readouterr().out
     else:
-        _, cfg, _ = config.parse(words[2:], default)
+        _, cfg, _ = cli.parse(words[2:], default)
         assert not any("\\" in text for text in cfg.stop), "a shell leaves \\n in quotes as it is; $'\\n' is a new line"
 
 

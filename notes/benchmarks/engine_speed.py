@@ -19,7 +19,8 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from nanorl import tiny
-from nanorl.engine import LocalEngine, Sampling
+from nanorl.engine import Sampling
+from nanorl.local import LocalEngine
 from nanorl.policy import Policy
 
 PROMPTS, MEAN, LONGEST, RUNS = 256, 24, 192, 5

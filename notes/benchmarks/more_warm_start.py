@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from nanorl import config, engine, evaluate, policy, reward, rollout, tasks, tiny
+from nanorl import config, engine, evaluate, local, policy, reward, rollout, tasks, tiny
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--seconds", type=float, default=100, help="the whole time of the run to compare with")
@@ -34,13 +34,13 @@ if __name__ == "__main__":
     cfg = config.resolved(config.Config(digits=args.digits, seed=args.seed))
     task, tokenizer = tasks.load(cfg), tiny.tokenizer()
     prompts = [tasks.make_prompt(p, i, tokenizer, cfg, task) for i, p in enumerate(task.held_out)]
-    local = engine.LocalEngine(policy.Policy(net), tokenizer)
+    sampler = local.LocalEngine(policy.Policy(net), tokenizer)
     sampling = engine.Sampling(
         cfg.max_new_tokens, 1.0, policy.end_tokens(net, tokenizer), key=(args.seed, rollout.EVALUATE)
     )
     score = partial(reward.score, task.reward)
     results, groups = asyncio.run(
-        evaluate.evaluate(local, tokenizer, prompts, score, sampling, 1, args.seed, lambda done: None)
+        evaluate.evaluate(sampler, tokenizer, prompts, score, sampling, 1, args.seed, lambda done: None)
     )
     shown = [s for g in groups for s in g.samples if "(" in s.text]
     right = sum(s.reward for s in shown) / max(1, len(shown))

@@ -1,0 +1,84 @@
+"""How much faster is asynchronous? Real runs on two cores, and what the simulator says of them: notes/asynchrony.md.
+
+    python notes/benchmarks/async_speed.py FOLDER [--steps 60]
+
+Two jobs whose phases take about as long as each other: answers of nearly equal length (the warm start, every row
+trained on), and of very unequal length (a model with fresh weights ends an answer at any token with the same small
+chance). Each in three ways: in turn on one core, in turn on both cores, and at once, the engine on one core and the
+trainer on the other. The learning rate is so small that the job stays what it is. Then the default job until pass@1
+passes 0.95, in turn on both cores and at once. Nothing else should run meanwhile.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+from nanorl import tiny
+from nanorl.forecast import measure
+
+STILL = ["--lr", "1e-9", "--eval-every", "0", "--save-every", "0", "--entropy-weight", "1e-9"]  # all rows are trained on
+WAYS = {"in turn, one core": (1, ["--engine", "local"]), "in turn, both cores": (2, ["--engine", "local"]),
+        "at once": (2, ["--engine", "worker", "--max-lag", "4"])}  # fmt: skip
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("--steps", type=int, default=60)
+args = parser.parse_args()
+
+
+def train(name: str, threads: int, flags: list[str]) -> Path:
+    """A run, unless it is there; its folder."""
+    folder = args.folder / name.replace(",", "").replace(" ", "-")
+    if not (folder / "summary.json").is_file():
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        words = [sys.executable, str(ROOT / "train_grpo.py"), "--out", str(folder), *flags]
+        with open(f"{folder}.log", "w") as log:
+            subprocess.run(words, check=True, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    return folder
+
+
+def phases(folder: Path) -> tuple[float, float]:
+    """Seconds of sampling and of training of a step, in the second half of a run that does them in turn."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    rows = rows[len(rows) // 2 :]
+    mean = {key: sum(row[f"seconds/{key}"] for row in rows) / len(rows) for key in ("generate", "measure", "train")}
+    return mean["generate"], mean["measure"] + mean["train"]
+
+
+def compare(job: str, flags: list[str]) -> None:
+    """The three ways of one job, as lines of a table."""
+    found = {way: train(f"{job} {way}", threads, [*flags, *STILL, "--steps", str(args.steps), *engine])
+             for way, (threads, engine) in WAYS.items()}  # fmt: skip
+    g, t = phases(found["in turn, one core"])
+    speed = {way: measure(folder).steps_per_second for way, folder in found.items()}
+    gain, ideal = speed["at once"] / speed["in turn, one core"], (g + t) / max(g, t)
+    print(f"{job}: sampling {g:.3f} s, training {t:.3f} s on one core each")
+    for way, steps in speed.items():
+        print(f"  {way:20} {steps:.3f} steps/s   {steps / speed['in turn, one core']:.2f}")
+    print(f"  at once over in turn on one core: {gain:.2f}, of at most {ideal:.2f}: {gain / ideal:.0%}", flush=True)
+    subprocess.run([sys.executable, "-m", "nanorl.simulate", "--run", *map(str, found.values())], check=True, cwd=ROOT)
+
+
+def seconds_to(goal: float, folder: Path) -> float:
+    """Seconds from the first step's start until held-out pass@1 is at least this."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    reached = [row["seconds"] for row in rows if row.get("eval/pass@1", 0) >= goal]
+    return reached[0] - rows[0]["seconds"] if reached else float("nan")
+
+
+if __name__ == "__main__":
+    args.folder = args.folder.absolute()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    fresh = args.folder / "fresh"
+    for part in (tiny.model(seed=0), tiny.tokenizer()):
+        part.save_pretrained(fresh)
+    compare("nearly equal lengths", [])
+    compare("very unequal lengths", ["--model", str(fresh), "--max-new-tokens", "200", "--epochs-per-batch", "2"])
+    for way, flags in (("in turn, both cores", []), ("at once", ["--engine", "worker", "--max-lag", "2"])):
+        folder = train(f"default {way}", 2, ["--steps", "100", *flags])
+        print(f"to 0.95, {way}: {seconds_to(0.95, folder):.0f} s")
