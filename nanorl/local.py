@@ -238,9 +238,9 @@ def join(a: DynamicCache, b: DynamicCache) -> DynamicCache:
 class DelayedEngine(LocalEngine):
     """The local engine with weights of some steps ago: stale samples for study, in one process.
 
-    It samples with a second copy of the model and, when the trainer publishes version v, acknowledges max(0, v − delay).
-    So every sample has a lag of exactly `delay` training steps from step `delay` on (before that there are no older
-    weights than those of the start), where the bound of asynchronous training, AReaL's η, only says that none has more.
+    It samples with a second copy of the model and, when the trainer publishes version v, acknowledges max(0, v − delay);
+    a resumed run has none older than those it resumes with. So every sample has a lag of exactly `delay` training steps
+    from step `delay` on, where the bound of asynchronous training, AReaL's η, only says that none has more.
     A delay of ∞ keeps the weights that it begins with.
     """
 

@@ -124,6 +124,8 @@ class Run:
         self.judge.version = self.step
         self.engine = self.other_engine() or self.judge
         self.buffer.acknowledged = self.engine.version
+        if cfg.engine == "worker":  # the first weights come from here, whatever model its process has loaded
+            self.engine.update_weights(self.policy, self.step)
 
     def other_engine(self) -> engine.Engine | None:
         """The engine that samples, where it is not the one that evaluates: behind the trainer, or beside it."""
@@ -141,10 +143,8 @@ class Run:
             torch.set_num_threads(here)
         settings = {"model": str(self.last or self.start), "device": pace.engine_device or self.device,
                     "dtype": cfg.dtype, "threads": threads, "version": self.step}  # fmt: skip
-        worker = WorkerEngine(settings, self.folder / "engine-0.log", self.rollout.loop, pace.restart_engine,
-                              self.acknowledged, self.buffer.stop)
-        worker.update_weights(self.policy, self.step)
-        return worker
+        return WorkerEngine(settings, self.folder / "engine-0.log", self.rollout.loop, pace.restart_engine,
+                            self.acknowledged, self.buffer.stop)  # fmt: skip
 
     def acknowledged(self, version: int) -> None:
         """On the rollout's thread: the engine process has this version now."""

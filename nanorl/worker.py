@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -77,25 +78,32 @@ class WorkerEngine:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,  # Ctrl-C is the trainer's
                 env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self.settings["threads"])})  # fmt: skip
         theirs.close()
-        self.connection = Connection(os.dup(self.socket.fileno()))
-        threading.Thread(target=self.listen, args=(self.connection,), name="engine 0", daemon=True).start()
+        connection, self.mail = Connection(os.dup(self.socket.fileno())), SimpleQueue()
+        for work, name in ((self.listen, "from engine 0"), (self.post, "to engine 0")):
+            threading.Thread(target=work, args=(connection, self.mail), name=name, daemon=True).start()
         self.send(self.settings)
 
     def send(self, message: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """A message, and the bytes of its tensors."""
+        """A message, and the bytes of its tensors, which must not change any more. Never waits for the process."""
+        self.mail.put((message, tensors))
+
+    def post(self, connection: Connection, mail: SimpleQueue) -> None:
+        """On a thread of its own: send what is there to send."""
         try:
-            self.connection.send_bytes(json.dumps(message).encode())
-            for tensor in tensors:
-                self.connection.send_bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            while (letter := mail.get()) is not None:
+                connection.send_bytes(json.dumps(letter[0]).encode())
+                for tensor in letter[1]:
+                    connection.send_bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         except OSError:  # it has died: `listen` finds out why, and what is not answered is asked again or ends there
             return
 
-    def listen(self, connection: Connection) -> None:
+    def listen(self, connection: Connection, mail: SimpleQueue) -> None:
         """On a thread of its own: everything that the process says, until it says no more."""
         try:
             while True:
                 self.loop.call_soon_threadsafe(self.receive, json.loads(connection.recv_bytes()))
         except (EOFError, OSError):
+            mail.put(None)
             if not self.closed:
                 self.loop.call_soon_threadsafe(self.died)
 
@@ -129,9 +137,10 @@ class WorkerEngine:
         names, tensors = zip(*weights_of(policy.model))
         shapes = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in zip(names, tensors)]
         message = {"kind": "weights", "version": version, "tensors": shapes}
+        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]  # training goes on while they are sent
         if self.restart:
-            self.latest = message, [tensor.detach().cpu().clone() for tensor in tensors]
-        self.send(message, tensors)
+            self.latest = message, copies
+        self.send(message, copies)
 
     def pause(self) -> None:
         """See Engine."""

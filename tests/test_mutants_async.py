@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from nanorl import buffer, cluster, forecast, loss, metrics, objective, pace, simulate, timeline
+from nanorl import buffer, cluster, forecast, local, loss, metrics, objective, pace, simulate, timeline
 from nanorl.pace import Pace
-from tests import test_buffer, test_forecast, test_off_policy, test_pace, test_simulate, test_timeline
+from tests import test_buffer, test_delayed, test_forecast, test_off_policy, test_pace, test_simulate, test_timeline
 from tests.test_mutants import Bug, in_folder, is_red, planted, prove
 
 U, W, X, Y, V, F = test_buffer, test_pace, test_off_policy, test_timeline, test_simulate, test_forecast
 THEOREM = U.test_under_any_interleaving_lag_is_bounded_nothing_is_lost_and_nothing_stops
 ORACLE = V.test_events_are_what_a_loop_over_single_tokens_finds
 ANY = V.test_no_cluster_loses_a_token_is_busier_than_always_or_breaks_the_bound
+VERSION = test_delayed.test_every_token_is_sampled_by_the_weights_whose_version_it_carries
 HAND = V.test_an_interruption_by_hand
 
 
@@ -207,6 +208,18 @@ REST = [
         X.test_a_tokens_lag_is_its_own_and_a_samples_that_of_its_first_token),
     Bug("the correction shown is another", metrics.step_metrics, "L.correction(start, batch.logp_behave,",
         "L.correction(batch.logp_behave, start,", X.test_what_a_stale_step_shows_is_what_its_update_used),
+    # local.py: new weights within an answer
+    Bug("the cache is kept", local.LocalEngine.update_weights, "self.rows, self.cache, self.length = [], None, None",
+        "self.waiting, self.rows = self.waiting[len(self.rows) :], self.rows", VERSION),
+    Bug("interrupted answers begin again", local.LocalEngine.update_weights,
+        "        self.waiting = self.rows + self.waiting\n",
+        "        for r in self.rows:\n            r.new, r.logp, r.version = [], [], []\n"
+        "        self.waiting = self.rows + self.waiting\n", VERSION),
+    Bug("the version of the first token for all", local.LocalEngine.sample, "request.version.append(self.version)",
+        "request.version.append((request.version or [self.version])[0])", VERSION),
+    Bug("the last version for all", local.LocalEngine.leave, "tuple(r.version)", "(self.version,) * len(r.new)", VERSION),
+    Bug("numbers begin again after an interruption", local.LocalEngine.sample, "r.uniform[len(r.new)]",
+        "r.uniform[r.version.count(self.version)]", VERSION),
     # simulate.py, cluster.py, forecast.py: the same on a virtual clock
     Bug("the fastest engine acknowledges for all", simulate.Simulation.acknowledge, "min(e.acknowledged",
         "max(e.acknowledged", ANY),

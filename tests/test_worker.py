@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -178,6 +179,7 @@ def test_requests_of_one_moment_travel_as_one_message_in_their_order_and_are_ans
 
 def test_groups_that_start_together_travel_together_in_their_order(worker):
     """As Rollout starts them: a task each, and in it one for each try."""
+
     async def started_together():
         prompts = [Prompt(number, ids, "", "") for number, (ids, _) in enumerate(jobs_of()[:4])]
         groups = [group(worker.engine, WORDS, prompt, free, Sampling(8, key=(0, TRAIN)), 3) for prompt in prompts]
@@ -274,6 +276,17 @@ def test_weights_are_theirs_once_sent_whatever_the_trainer_does_next(worker):
     assert untimed(in_time(worker, overwritten())) == untimed(expected)
 
 
+def test_an_engine_that_stands_still_holds_nobody_up_and_has_everything_when_it_goes_on(worker):
+    """More weights than the sockets hold: the trainer does not wait for them to be read."""
+    os.kill(worker.engine.process.pid, signal.SIGSTOP)
+    for ahead in range(1, 9):
+        worker.engine.update_weights(worker.policy, worker.engine.version + ahead)
+    os.kill(worker.engine.process.pid, signal.SIGCONT)
+    last = worker.engine.version + 8
+    (c,) = in_time(worker, answers(worker.engine, jobs_of()[:1]))
+    assert set(c.version) == {last} and worker.acknowledged == [*range(last - 7, last + 1)]
+
+
 def test_a_request_sent_behind_weights_is_answered_by_them_although_nobody_waited(worker):
     before = worker.engine.version
     worker.engine.update_weights(worker.policy, before + 1)
@@ -295,7 +308,10 @@ def test_tensors_of_every_type_and_shape_cross_bit_for_bit(monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda status: ended.set())
     threading.Thread(target=serving.listen).start()
     shapes = [["", str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in sent]
-    WorkerEngine.send(SimpleNamespace(connection=ours), {"kind": "weights", "tensors": shapes}, sent)
+    mail = SimpleQueue()
+    mail.put(({"kind": "weights", "tensors": shapes}, sent))
+    mail.put(None)
+    WorkerEngine.post(None, ours, mail)
     ours.close()
     assert ended.wait(10)  # the trainer is gone, and so is whoever listens to it
     theirs.close()
@@ -696,6 +712,7 @@ def test_without_lag_a_run_with_the_worker_is_the_synchronous_one_bit_for_bit(tm
 @pytest.mark.slow
 def test_at_lag_2_tokens_are_of_the_weights_they_name_and_no_older_than_that(start, tmp_path, monkeypatch, watched):
     """Rewards that take their time let the trainer pass by, and every kind of place where weights can arrive occurs."""
+
     async def late(told):
         await asyncio.sleep(0.002 * told)
         return told
