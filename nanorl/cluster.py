@@ -28,7 +28,7 @@ class Cluster:
     colocated: bool = False
     """All E + T devices generate, then all train: synchronous, so --max-lag 0."""
     interrupt: bool = True
-    """New weights enter between two token steps. Without it an engine first ends its answers, and starts no others."""
+    """--no-interrupt: an engine ends its answers before it takes new weights, and starts no others meanwhile."""
     rows: int = 256
     """Answers that an engine decodes at once. Memory for keys and values ÷ (their bytes a token × mean context)."""
     step_base: float = 0.008
@@ -94,6 +94,9 @@ class Cluster:
         return lengths.round().clip(1, self.max_length).astype(int).tolist(), fail, not same
 
 
+MOST = 10_000_000  # of whatever it is; more answers than that take minutes
+
+
 def check(c: Cluster) -> None:
     """Raise Refused, in one line, for what cannot be simulated."""
     least = {"engines": 1, "trainers": int(not c.colocated), "mean": 1, "prompt": 0, "seed": 0}
@@ -101,8 +104,11 @@ def check(c: Cluster) -> None:
     least |= dict.fromkeys(("step_base", "step_row", "prefill_token", "train_base", "train_token", "overhead", "sync",
                             "load", "switch", "sigma"), 0)  # fmt: skip
     for name, bound in least.items():
-        if not bound <= getattr(c, name) < math.inf:
-            raise Refused(f"{dashed(name)} {getattr(c, name)}: must be {bound} or more, and finite")
+        if not bound <= getattr(c, name) <= MOST:
+            raise Refused(f"{dashed(name)} {getattr(c, name)}: must be {bound} or more, and at most {MOST:,}")
+    answers = c.prompts_per_step * c.samples_per_prompt * (c.steps + min(c.pace.bound, c.steps))
+    if max(answers, c.engines) > MOST:
+        raise Refused(f"--steps {c.steps}: {answers:,} answers or {c.engines:,} engines are more than is simulated here")
     for name in ("filtered", "failed"):
         if not 0 <= getattr(c, name) < 1:
             raise Refused(f"{dashed(name)} {getattr(c, name)}: must be a share, from 0 to less than 1")

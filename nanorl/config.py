@@ -34,7 +34,8 @@ class Lost(Exception):
 
 @dataclass(frozen=True)
 class Config:
-    """Reinforcement learning for language models. The first word names an algorithm (python -m nanorl.algorithms)."""
+    """Reinforcement learning for language models. The first word names an algorithm (python -m nanorl.algorithms);
+    NAME --help shows the flags of asynchrony and of the algorithm too."""
 
     # the job
     task: Literal["arithmetic", "gsm8k", "jsonl"] = "arithmetic"
@@ -112,7 +113,7 @@ class Config:
     save_every: int = 20
     """Steps between checkpoints; also the last, and on Ctrl-C. The last 3 and the best are kept. 0: the last only."""
     seed: int = 0
-    """Seed of everything random. The same seed on the same machine gives the same run."""
+    """Seed of everything random. The same seed on the same machine gives the same run, if it is synchronous."""
     dry_run: bool = False
     """Check everything, show the settings, one prompt as the model gets it and the memory it takes, and stop."""
 

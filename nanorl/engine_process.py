@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nanorl.engine import Broken, Sampling
 from nanorl.local import LocalEngine
-from nanorl.policy import Policy, load
+from nanorl.policy import Policy
 from nanorl.timeline import Span
 from nanorl.worker import weights_of
 
@@ -114,12 +115,16 @@ class Serving:
 
 
 def main() -> None:
-    """The engine's process: the first message says which model, on how many threads."""
+    """The engine's process: the first message says on how many threads, and where the model's configuration lies.
+
+    The weights come from the trainer, before the first request.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     settings = json.loads(connection.recv_bytes())
     torch.set_num_threads(settings["threads"])
-    model, tokenizer = load(settings["model"], settings["device"])
+    config, tokenizer = (kind.from_pretrained(settings["model"]) for kind in (AutoConfig, AutoTokenizer))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(settings["device"])
     policy = Policy(model, dtype=getattr(torch, settings["dtype"])).requires_grad_(False)
     asyncio.run(Serving(connection, LocalEngine(policy, tokenizer, settings["version"])).run())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -68,28 +69,30 @@ def measure(run: Path) -> Measured:
 def measured(config: dict[str, Any], rows: list[dict], samples: list[dict], spans: list[Span]) -> Measured:
     """What a run's files say. rows: of metrics.jsonl, one a step since the last start; samples: of samples.jsonl.
 
-    All is of the second half of the steps, and every time from the timeline. Sampling: by the token steps, rows and
-    tokens read of its spans, with the gaps between them. Training: from the groups being there to the update's end,
-    by the tokens of the step.
+    Every time is from the timeline. Sampling: by the token steps, rows and tokens read of its spans, and the gaps between
+    them, of the whole run, since answers are interrupted, and much is read at once, at its beginning above all. All else
+    is of the second half. Training: from the groups being there to the update's end, by the tokens of the step.
     """
     if config["pace"]["delay"] != 0:
-        raise ValueError("with --delay the lag is given, not found; take a run of --engine worker")
+        raise Refused("--run: a run with --delay has its lag given, not found; take one of --engine worker")
     local, P = config["engine"] == "local", config["prompts_per_step"]
     kinds = {name: [s for s in by_start(spans) if s.lane == "trainer" and s.name == name]
              for name in ("wait", "update", "evaluate")}  # fmt: skip
     waits, updates, evaluations = kinds.values()
     steps = list(zip(rows, waits, updates))
     if len(steps) < 6:
-        raise ValueError(f"{len(steps)} steps are too few to measure; 6 at least, better 30")
+        raise Refused(f"--run: {len(steps)} steps are too few to measure; 6 at least, better 30")
     half, begin = len(steps) // 2, updates[len(steps) // 2 - 1].end
     masks = [sample["mask"] for sample in samples if sample["step"] >= rows[half]["step"]]
-    made = [s for s in by_start(spans) if s.name == "generate" and s.start >= begin  # an evaluation is no sampling
-            and not (local and any(e.start <= s.start < e.end for e in evaluations))]  # fmt: skip
+    undisturbed = [s for s in by_start(spans) if s.name == "generate"  # an evaluation is no sampling, and disturbs it
+                   and not any(e.start <= s.start < e.end for e in evaluations)]  # fmt: skip
+    made = [s for s in undisturbed if s.start >= begin]
     loads = [s for s in spans if s.lane != "trainer" and s.name in ("sync", "interrupt") and s.start >= begin]
     ends = np.cumsum([row["seconds"] - before["seconds"] - row.get("seconds/evaluate", 0)
                       for before, row in itertools.pairwise(rows[half - 1 : len(steps)])])  # fmt: skip
     train = fit([[1, row["tokens"]] for row, _, _ in steps[half:]], [u.end - w.end for _, w, u in steps[half:]])
-    engine = fit([[s.args[part] for part in ("token_steps", "rows", "prefilled")] for s in made], lasting(made, loads))
+    engine = fit([[s.args[part] for part in ("token_steps", "rows", "prefilled")] for s in undisturbed],
+                 lasting(undisturbed, [s for s in spans if s.name in ("sync", "interrupt")]))  # fmt: skip
     overhead = np.mean([later.start - update.end - within(evaluations, update.end, later.start)
                         for later, update in zip(waits[half:], updates[half - 1 :])])  # fmt: skip
     sync, load = arrival(loads, updates[half - 1 :])
@@ -209,8 +212,18 @@ def show(clusters: dict[str, Cluster], picture: str | None) -> None:
         print(timeline.picture(drawn, picture))
 
 
-def predict(runs: Sequence[str]) -> None:
-    """Measure each run, simulate what was measured, print both and how far the prediction is off."""
+def otherwise(c: Cluster, ask: Ask, words: Sequence[str]) -> Cluster:
+    """The measured cluster with what these flags change; with a lag, engine and trainer get a device each."""
+    asked = [word[2:].split("=")[0].removeprefix("no-").replace("-", "_") for word in words if word.startswith("--")]
+    pace = replace(c.pace, **{name: getattr(ask.pace, name) for name in asked if hasattr(Pace, name)})
+    split = {"colocated": False, "trainers": 1, "switch": 0.0} if c.colocated and pace.stale else {}
+    own = {name: getattr(ask, name) for name in asked if name in vars(c)}
+    return replace(c, **{**split, **own, "pace": pace})
+
+
+def predict(ask: Ask, words: Sequence[str]) -> None:
+    """Measure each run, simulate what was measured, print both and how far that is off; then with the other flags."""
+    runs = ask.run
     lines = [f"{'run':32}{'steps/s':>10}{'predicted':>11}{'error':>9}{'mean lag':>10}{'predicted':>11}"]
     inputs = []
     for run in runs:
@@ -220,6 +233,10 @@ def predict(runs: Sequence[str]) -> None:
         lines.append(f"{run[-31:]:32}{found.steps_per_second:10.4g}{result.steps_per_second:11.4g}{error:+9.1%}"
                      f"{found.mean_lag:10.2f}{result.mean_lag:11.2f}")  # fmt: skip
         c = found.cluster
+        if (other := otherwise(c, ask, words)) != c:
+            result = simulate(other)
+            lines.append(f"{'  with the other flags':32}{'–':>10}{result.steps_per_second:11.4g}{'–':>9}{'–':>10}"
+                         f"{result.mean_lag:11.2f}")  # fmt: skip
         inputs.append(f"{run}: a token step {1e3 * c.step_base:.3g} ms + {1e6 * c.step_row:.3g} µs a row; reading "
                       f"{1e6 * c.prefill_token:.3g} µs a token; an update {1e3 * c.train_base:.3g} ms + "
                       f"{1e6 * c.train_token:.3g} µs a token; overhead {1e3 * c.overhead:.3g} ms; weights after "
@@ -250,9 +267,11 @@ def main(words: list[str]) -> int:
     try:
         ask = parse(words)
         if ask.run:
-            predict(ask.run)
+            predict(ask, words)
         elif ask.sweep is not None:
             name, _, values = ask.sweep.partition("=")
+            if name not in {**vars(Cluster()), **vars(Pace())} or not values:
+                raise Refused(f"--sweep {ask.sweep}: must be a flag of this command and its values, as max_lag=0,1,2")
             each = {f"{name} = {v}": parse([*words, dashed(name), v]) for v in values.split(",")}
             print(table({name: simulate(c) for name, c in each.items()}))
         else:
@@ -260,4 +279,7 @@ def main(words: list[str]) -> int:
     except Refused as error:
         print(f"python -m nanorl.simulate: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0

@@ -140,8 +140,10 @@ class LocalEngine:
 
     def admitted(self) -> list[Request]:
         """The requests that join now, in order of arrival: as many as there are rows for and one prefill should hold."""
-        new, distinct, longest = [], set(), 0
-        for request in self.waiting[: max(0, self.max_rows - len(self.rows))]:
+        new, distinct, longest, free = [], set(), 0, self.max_rows - len(self.rows)
+        if self.rows and free < min(len(self.waiting), self.max_rows // 4):  # every joining copies the whole cache
+            return []
+        for request in self.waiting[: max(0, free)]:
             prefix = request.ids + tuple(request.new)
             distinct.add(prefix)
             longest = max(longest, len(prefix))
@@ -240,7 +242,7 @@ class DelayedEngine(LocalEngine):
 
     It samples with a second copy of the model and, when the trainer publishes version v, acknowledges max(0, v − delay);
     a resumed run has none older than those it resumes with. So every sample has a lag of exactly `delay` training steps
-    from step `delay` on, where the bound of asynchronous training, AReaL's η, only says that none has more.
+    from step `delay` + 1 on, where the bound of asynchronous training, AReaL's η, only says that none has more.
     A delay of ∞ keeps the weights that it begins with.
     """
 

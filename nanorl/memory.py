@@ -32,7 +32,8 @@ def dry_run(run: Run) -> None:
         "logits of a chunk": 4 * 4 * policy.CHUNK,
     }
     for what, size in parts.items():
-        print(f"  {what:36} about {size / 1e9:8.2f} GB")
+        if size:
+            print(f"  {what:36} about {size / 1e9:8.2f} GB")
     parts = {"together": sum(parts.values()), "on disk, a checkpoint": checkpoint.need(*run.saved)}
     for what, size in parts.items():
         print(f"  {what:36} about {size / 1e9:8.2f} GB")

@@ -69,6 +69,6 @@ def wrong(pace: Pace, engine: str, prompts_per_step: int) -> str | None:
     if pace.max_lag == "inf" and pace.in_flight is None:
         return "--max-lag inf: nothing would end sampling ahead; add --in-flight, a number of prompts"
     for flag in ("restart_engine", "engine_device"):
-        if engine == "local" and getattr(pace, flag):
+        if engine == "local" and getattr(pace, flag) not in (None, False):
             return f"--{flag.replace('_', '-')}: there is no engine process with --engine local; add --engine worker"
     return None

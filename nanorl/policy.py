@@ -131,6 +131,14 @@ def scored(score: Callable[[Batch], Tensor], batch: Batch, rows: Tensor, tokens:
     return out
 
 
+def refuse_device(device: str, flag: str) -> None:
+    """Raise Refused for a device that is not there, or that cannot hold numbers (meta)."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # torch's words
+        raise Refused(f"{flag} {device}: {first_line(error)}") from None
+
+
 def load(name: str, device: str, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in float32 and its tokenizer, from a folder or the Hugging Face hub.
 
@@ -145,10 +153,7 @@ def load(name: str, device: str, flag: str = "--model") -> tuple[PreTrainedModel
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise Refused(f"{flag} {name}: cannot be loaded ({first_line(error)})") from None
-    try:
-        return admit(model, f"{flag} {name}").to(device), tokenizer
-    except (RuntimeError, AssertionError) as error:  # torch's words for a device that is not there
-        raise Refused(f"--device {device}: {first_line(error)}") from None
+    return admit(model, f"{flag} {name}").to(device), tokenizer
 
 
 def frozen(name: str, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Policy:

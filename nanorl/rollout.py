@@ -7,6 +7,7 @@ often as it likes, and returns what was sampled. G of them at one prompt are a g
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import TimeoutError as NotYet
@@ -18,6 +19,7 @@ from nanorl.engine import Broken, Completion, Engine, Sampling
 from nanorl.monitor import collecting
 from nanorl.sample import Group, Prompt, Sample
 
+CLOSING = 10.0  # seconds that a thread gets to end what it does
 TRAIN, EVALUATE = 0, 1  # the streams of random numbers: evaluation never moves what training draws
 
 Score = Callable[[Prompt, str, Sequence[int]], Awaitable[float]]  # prompt, sampled text, sampled ids → reward
@@ -69,10 +71,18 @@ async def group(engine: Engine, tokenizer: Any, prompt: Prompt, score: Score, sa
     async def trajectory(i: int) -> list[Sample]:
         with collecting() as notes:
             turns = Turns(engine, tokenizer, replace(sampling, key=(*sampling.key, prompt.number, i)))
-            return [replace(s, notes=tuple(notes)) for s in await episode(turns, prompt, score)]
+            try:
+                return [replace(s, notes=tuple(notes)) for s in await episode(turns, prompt, score)]
+            except (SystemExit, KeyboardInterrupt) as error:  # in an asyncio task they would end the thread unheard
+                raise RuntimeError(f"prompt {prompt.number}: its episode or reward ended with {error!r}") from error
 
-    tries = await asyncio.gather(*(trajectory(i) for i in range(samples)))
-    return Group(prompt, tuple(sample for samples in tries for sample in samples))
+    try:
+        async with asyncio.TaskGroup() as together:  # where one fails, the others are ended: nobody waits for them
+            tries = [together.create_task(trajectory(i)) for i in range(samples)]
+    except ExceptionGroup as failed:
+        first = failed.exceptions[0]
+        raise first from first.__cause__
+    return Group(prompt, tuple(sample for one in tries for sample in one.result()))
 
 
 class Rollout:
@@ -99,16 +109,16 @@ class Rollout:
     async def one(self, number: int) -> None:
         """One group into the buffer, or one that failed; what ends sampling (an exit, too) reaches the trainer."""
         try:
-            async with asyncio.timeout(self.deadline):
+            async with asyncio.timeout(self.deadline) as limit:
                 made = await self.make(number)
             if not any(sample.train for sample in made.samples):
                 raise ValueError(f"prompt {number}: its episodes returned no sample to train on")
             self.buffer.put(made)
         except Broken as broken:
             self.buffer.stop(broken.__cause__)
-        except TimeoutError as error:
+        except TimeoutError as error:  # ours, or the reward's own
             late = TimeoutError(f"prompt {number}: not done within --deadline {self.deadline:g} s")
-            self.buffer.fail(number, error if str(error) else late)
+            self.buffer.fail(number, late if limit.expired() else error)
         except Exception as error:
             self.buffer.fail(number, error)
         except BaseException as error:
@@ -117,7 +127,10 @@ class Rollout:
         self.start_admitted()  # a group that was rejected has given its place back
 
     def call(self, question: Coroutine[Any, Any, Any], stop: Callable[[], bool]) -> Any:
-        """The answer to a question asked on the thread (an evaluation, say). Raises Stopped when `stop()` turns true."""
+        """The answer to a question asked on the thread (an evaluation, say).
+
+        Raises Stopped when `stop()` turns true, and what ended sampling.
+        """
         future = asyncio.run_coroutine_threadsafe(question, self.loop)
         while True:
             try:
@@ -125,9 +138,16 @@ class Rollout:
             except NotYet:
                 if future.done():
                     return future.result()  # it came meanwhile; or the question's own timeout
-                if stop():
+                if stop() or self.buffer.error is not None:
                     future.cancel()
-                    raise Stopped from None
+                    raise self.buffer.error or Stopped from None
+
+    def between(self, do: Callable[[], None]) -> None:
+        """Do this on the thread, between two token steps."""
+        async def doing() -> None:
+            do()
+
+        self.call(doing(), lambda: False)
 
     def close(self) -> None:
         """End what is in the making, and the thread."""
@@ -140,6 +160,11 @@ class Rollout:
             await asyncio.gather(*self.tasks, return_exceptions=True)
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
-        asyncio.run_coroutine_threadsafe(cancel(), self.loop).result(timeout=30)
+        try:
+            asyncio.run_coroutine_threadsafe(cancel(), self.loop).result(timeout=CLOSING)
+        except NotYet:
+            print(f"warning: an episode or a reward has held its thread for {CLOSING:.0f} s; it is left behind",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            return
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(timeout=30)

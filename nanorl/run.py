@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +53,8 @@ class Run:
         self.began = time.monotonic()
 
         checkpoint.refuse_used(cfg)
+        for flag, device in (("--device", self.device), ("--engine-device", cfg.pace.engine_device)):
+            policy.refuse_device(device or self.device, flag)
         self.task = tasks.load(cfg)
         start_is_ref = "logp_ref" in self.needs and axes.ref_model is None
         fresh = self.last is None or start_is_ref or cfg.pace.delay == "inf"  # else the checkpoint has all that is needed
@@ -137,11 +139,12 @@ class Run:
             return DelayedEngine(self.policy, self.tokenizer, self.step, pace.bound)
         if cfg.engine != "worker":
             return None
-        threads = here = torch.get_num_threads()
-        if pace.stale:  # the two work at the same time
-            here, threads = max(1, threads - threads // 2), max(1, threads // 2)
-            torch.set_num_threads(here)
-        settings = {"model": str(self.last or self.start), "device": pace.engine_device or self.device,
+        if (threads := torch.get_num_threads()) > 1 and pace.stale:  # the two work at the same time
+            torch.set_num_threads(threads - threads // 2)
+            threads //= 2
+        for part in (self.policy.model.config, self.tokenizer):
+            part.save_pretrained(self.folder / "engine")  # a checkpoint may be gone when an engine starts again
+        settings = {"model": str(self.folder / "engine"), "device": pace.engine_device or self.device,
                     "dtype": cfg.dtype, "threads": threads, "version": self.step}  # fmt: skip
         return WorkerEngine(settings, self.folder / "engine-0.log", self.rollout.loop, pace.restart_engine,
                             self.acknowledged, self.buffer.stop)  # fmt: skip
@@ -160,12 +163,11 @@ class Run:
         """The groups of the next step: start what may start, wait for the oldest."""
         self.rollout.pump()
         try:
-            groups = self.buffer.take(TIMEOUT, self.stop)
-            self.algo.refuse_samples(groups, Refused)
+            self.algo.refuse_samples(groups := self.buffer.take(TIMEOUT, self.stop), Refused)
             return groups
         except Stopped:
             raise Stopped(f"saved in {self.save()}; go on with --resume {self.folder}") from None
-        except FloatingPointError:  # these weights are not worth it
+        except (FloatingPointError, KeyboardInterrupt):  # these weights are not worth it; asked to stop at once
             raise
         except BaseException as error:  # between two steps everything is consistent: whatever happened, lose nothing
             print(f"{type(error).__name__}: saved in {self.save()}; go on with --resume {self.folder}", file=sys.stderr)
@@ -185,7 +187,8 @@ class Run:
         progress = partial(text_progress, "evaluate", total=total, started=started)
         question = evaluate.evaluate(self.judge, self.tokenizer, prompts, self.score, self.sampling(), samples,
                                      self.cfg.seed, lambda done: progress(done=done))  # fmt: skip
-        results, groups = self.rollout.call(question, (lambda: False) if within_step else self.stop)
+        with self.clock("evaluate"):
+            results, groups = self.rollout.call(question, (lambda: False) if within_step else self.stop)
         own = average(note for g in groups for s in g.samples for note in s.notes)
         return results | {f"eval/{name}": value for name, value in own.items()}
 
@@ -207,8 +210,7 @@ class Run:
             metrics["value/grad_norm"] = max(self.value_norms)
             self.value_norms = []
         if self.due(self.cfg.eval_every):
-            with self.clock("evaluate"):
-                self.evaluation = self.evaluate(within_step=True)
+            self.evaluation = self.evaluate(within_step=True)
             metrics |= self.evaluation
         stages, spans, seconds = self.clock.lap()
         spans += self.engine.lap() + self.rewards.lap()
@@ -228,12 +230,11 @@ class Run:
 
     def publish(self) -> None:
         """Hand the step's weights to the engine. Its groups are not outstanding any more, so others may start."""
-        async def update() -> None:
-            """On the thread that samples, so that it falls between two token steps."""
-            self.engine.update_weights(self.policy, version=self.step)
-
         with self.clock("publish"):
-            self.rollout.call(update(), lambda: False)
+            if self.cfg.pace.delay == 0:  # who shares the weights has nothing under way, the process finds a place itself
+                self.engine.update_weights(self.policy, self.step)
+            else:
+                self.rollout.between(lambda: self.engine.update_weights(self.policy, self.step))
         self.buffer.acknowledge(self.engine.version)
         self.buffer.trained(self.step)
         if self.cfg.engine == "worker":  # who shares this process waits until the trainer does
@@ -254,17 +255,21 @@ class Run:
             self.rollout.pump()
         if self.step == 0 and self.cfg.eval_every:
             self.evaluation = self.before = self.evaluate()
+            self.trace.write(self.clock.lap()[1])
             self.monitor.evaluation(0, self.evaluation)
 
     def finish(self) -> None:
         """Evaluate once more; say what the run reached."""
-        summary.finish(self, self.evaluate(self.cfg.eval_samples) if self.cfg.eval_every else {})
+        self.engine.close()
+        results = self.evaluate(self.cfg.eval_samples) if self.cfg.eval_every else {}
+        self.trace.write(self.clock.lap()[1])
+        summary.finish(self, results)
 
     def close(self) -> None:
         """End the thread, the engine's process, and the files, as far as they were opened."""
-        for part in (self.rollout, self.engine, self.monitor, self.trace, self.lock):
-            if part is not None:
-                part.close()
+        with ExitStack() as parts:  # whatever one of them raises
+            for part in filter(None, (self.lock, self.trace, self.monitor, self.engine, self.rollout)):
+                parts.callback(part.close)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
     python -m nanorl.simulate areal_1_5b --compare          128 GPUs with published settings, in seconds
     python -m nanorl.simulate --sweep max_lag=0,1,2,4,8     any flag, several values
     python -m nanorl.simulate --run runs/NAME               settings measured in a real run; predicted against measured
+    python -m nanorl.simulate --run runs/NAME --max-lag 8   and what that would change
 
     a token step of an engine with b rows        step_base + step_row·b                  seconds
     reading n tokens, first or again             prefill_token·n

@@ -29,7 +29,9 @@ def finish(run: Run, results: dict[str, float]) -> None:
         was = f"{before[key]:.3f} → " if key in before else ""
         print(f"  {key.removeprefix('eval/'):12} {was}{value:.3f}")
     if any(ended.values()):
-        print("  groups       " + ", ".join(f"{count:,} {what}" for what, count in summary["groups"].items() if count))
+        left = f" ({ended['left out']:,} of them without contrast, left out)" if ended["left out"] else ""
+        others = "".join(f", {ended[how]:,} {how}" for how in ("filtered", "failed") if ended[how])
+        print(f"  groups       {summary['groups']['trained']:,} trained{left}{others}")
     print(f"the run       {run.folder} (metrics.jsonl, samples.jsonl, trace.json, summary.json)\n"
           f"weights       {last} (AutoModelForCausalLM.from_pretrained opens it)\n"
           f"curves        tensorboard --logdir {run.folder.parent}\n"

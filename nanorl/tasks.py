@@ -6,6 +6,8 @@ is the same problem in every run, also in a resumed one. Held-out problems are n
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import zlib
 from collections.abc import Callable
@@ -58,6 +60,7 @@ def load(cfg: Config) -> Task:
     sample = task.train(0)
     with collecting():  # what a reward logs here is nobody's
         worth = task.reward("", task.answered(sample), (), (), sample.answer, **sample.row)
+        worth = asyncio.run(worth) if inspect.iscoroutine(worth) else worth
     if worth != 1.0:  # prompt and verifier must speak of the same format, or nothing can be learned
         raise Refused(f"--reward: the verifier gives {worth} to the right answer {sample.answer!r}, written as "
                       f"{task.answered(sample)[-60:]!r}; choose another")

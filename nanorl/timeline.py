@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import math
 import shutil
 import sys
@@ -290,4 +291,7 @@ def main(words: list[str]) -> int:
     except Refused as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0

@@ -45,7 +45,7 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class WorkerEngine:
-    """The engine process as the trainer sees it. `generate` is called on `loop`; see Engine.
+    """The engine process as the trainer sees it. `generate` is called on `loop`, the rest from any thread; see Engine.
 
     acknowledged(version) and failed(error) are called on the loop: when the process samples with new weights, and when
     it has died for good.
@@ -54,6 +54,7 @@ class WorkerEngine:
     def __init__(self, settings: dict[str, Any], log: Path, loop: asyncio.AbstractEventLoop, restart: bool,
                  acknowledged: Callable[[int], None], failed: Callable[[BaseException], None]):  # fmt: skip
         self.settings, self.log, self.loop, self.restart = settings, log, loop, restart
+        self.said = open(log, "ab+")  # kept open: its last words are there although somebody tidies up
         self.acknowledged, self.failed = acknowledged, failed
         self.version = settings["version"]
         self.numbers = itertools.count()
@@ -61,6 +62,7 @@ class WorkerEngine:
         self.outbox: list[dict[str, Any]] = []
         self.spans: list[Span] = []
         self.latest: tuple[dict[str, Any], list[Tensor]] | None = None  # weights for an engine that starts again
+        self.lock = threading.Lock()
         self.error: Lost | None = None
         self.closed = False
         self.start()
@@ -71,12 +73,12 @@ class WorkerEngine:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         package = str(Path(__file__).parents[1])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with open(self.log, "ab") as log:
-            self.spoken = log.tell()  # what an earlier process said is not its
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "nanorl.engine_process", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,  # Ctrl-C is the trainer's
-                env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self.settings["threads"])})  # fmt: skip
+        self.spoken = self.said.seek(0, os.SEEK_END)  # what an earlier process said is not its
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "nanorl.engine_process", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL, stdout=self.said, stderr=self.said,
+            start_new_session=True,  # Ctrl-C is the trainer's
+            env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self.settings["threads"])})  # fmt: skip
         theirs.close()
         connection, self.mail = Connection(os.dup(self.socket.fileno())), SimpleQueue()
         for work, name in ((self.listen, "from engine 0"), (self.post, "to engine 0")):
@@ -138,9 +140,10 @@ class WorkerEngine:
         shapes = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in zip(names, tensors)]
         message = {"kind": "weights", "version": version, "tensors": shapes}
         copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]  # training goes on while they are sent
-        if self.restart:
-            self.latest = message, copies
-        self.send(message, copies)
+        with self.lock:  # the trainer's thread is here, and the loop's may be starting the process again
+            if self.restart:
+                self.latest = message, copies
+            self.send(message, copies)
 
     def pause(self) -> None:
         """See Engine."""
@@ -179,15 +182,17 @@ class WorkerEngine:
         """On the loop: the process has ended. Once, if asked to, start it again; else nothing will ever be answered."""
         status = self.process.wait(timeout=30)
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        said = self.log.read_bytes()[self.spoken :].decode(errors="replace")
-        words = " / ".join(said.split("\n")[-4:]).strip(" /") or "none"
+        self.said.seek(self.spoken)
+        words = " / ".join(self.said.read().decode(errors="replace").split("\n")[-4:]).strip(" /") or "none"
         error = Lost(f"the engine process {how}; its last words ({self.log}): {words}")
         if self.restart:
             print(f"warning: {error}; it is started again, once", file=sys.stderr, flush=True)
-            (message, tensors), self.latest, self.restart = self.latest, None, False
             self.outbox.clear()  # they are among those that are asked again
-            self.start()
-            self.send(message, tensors)
+            with self.lock:
+                self.restart = False
+                self.start()
+                if self.latest is not None:  # else the first weights are yet to come
+                    self.send(*self.latest)
             self.send({"kind": "generate", "requests": [request for request, _ in self.asked.values()]})
             return
         self.error = error
@@ -209,3 +214,4 @@ class WorkerEngine:
             self.process.kill()
             self.process.wait()
         self.socket.close()
+        self.said.close()

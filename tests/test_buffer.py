@@ -365,6 +365,19 @@ def test_refilling_gives_up_when_nothing_has_contrast_for_many_steps_in_a_row():
     assert buffer.admit() is None
 
 
+@pytest.mark.parametrize("flat", range(4))
+def test_groups_left_out_of_their_step_count_as_trained(flat):
+    """So that trained = v·P, whatever the share without contrast: P more may start for each version, not one more."""
+    buffer = Buffer(4, 0, Pace(max_lag=1, dynamic_sampling="shrink"))
+    for number in admitted(buffer):
+        buffer.put((barren if number % 4 < flat else made)(number, 0))
+    for version in (1, 2):
+        assert len(buffer.poll()) == 4 - flat
+        buffer.trained(version)
+        buffer.acknowledge(version)
+        assert len(admitted(buffer)) == 4
+
+
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5])
 def test_the_first_failure_is_raised_when_more_than_the_share_have_failed(share):
     """Of the last hundred: older ones are forgotten."""

@@ -2,11 +2,12 @@
 
     python notes/benchmarks/async_speed.py FOLDER [--steps 60]
 
-Two jobs whose phases take about as long as each other: answers of nearly equal length (the warm start, every row
-trained on), and of very unequal length (a model with fresh weights ends an answer at any token with the same small
-chance). Each in three ways: in turn on one core, in turn on both cores, and at once, the engine on one core and the
-trainer on the other. The learning rate is so small that the job stays what it is. Then the default job until pass@1
-passes 0.95, in turn on both cores and at once. Nothing else should run meanwhile.
+Three jobs: one whose phases take about as long as each other (the default's model after 20 steps, when rows without
+advantage save half of the training), one where training is slower (the warm start, every row trained on), and one of
+very unequal lengths (a model with fresh weights ends an answer at any token with the same small chance). Each in three
+ways: in turn on one core, in turn on both cores, and at once, the engine on one core and the trainer on the other. The
+learning rate is so small that the job stays what it is. Then the default job until pass@1 passes 0.95, in turn on both
+cores and at once. Nothing else should run meanwhile.
 """
 
 import argparse
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from nanorl import tiny
 from nanorl.forecast import measure
 
-STILL = ["--lr", "1e-9", "--eval-every", "0", "--save-every", "0", "--entropy-weight", "1e-9"]  # all rows are trained on
+STILL, WHOLE = ["--lr", "1e-9", "--eval-every", "0", "--save-every", "0"], ["--entropy-weight", "1e-9"]  # all rows trained
 WAYS = {"in turn, one core": (1, ["--engine", "local"]), "in turn, both cores": (2, ["--engine", "local"]),
         "at once": (2, ["--engine", "worker", "--max-lag", "4"])}  # fmt: skip
 
@@ -77,8 +78,10 @@ if __name__ == "__main__":
     fresh = args.folder / "fresh"
     for part in (tiny.model(seed=0), tiny.tokenizer()):
         part.save_pretrained(fresh)
-    compare("nearly equal lengths", [])
-    compare("very unequal lengths", ["--model", str(fresh), "--max-new-tokens", "200", "--epochs-per-batch", "2"])
+    later = train("start", 2, ["--steps", "20"]) / "checkpoints" / "step-20"
+    compare("equal phases", ["--model", str(later)])
+    compare("nearly equal lengths", WHOLE)
+    compare("very unequal lengths", [*WHOLE, "--model", str(fresh), "--max-new-tokens", "200"])
     for way, flags in (("in turn, both cores", []), ("at once", ["--engine", "worker", "--max-lag", "2"])):
         folder = train(f"default {way}", 2, ["--steps", "100", *flags])
         print(f"to 0.95, {way}: {seconds_to(0.95, folder):.0f} s")
