@@ -69,6 +69,7 @@ async def group(engine: Engine, tokenizer: Any, prompt: Prompt, score: Score, sa
     """Try one prompt `samples` times at once. `sampling.key` is (seed, stream); number, sample and turn are added."""
 
     async def trajectory(i: int) -> list[Sample]:
+        """One of the tries."""
         with collecting() as notes:
             turns = Turns(engine, tokenizer, replace(sampling, key=(*sampling.key, prompt.number, i)))
             try:
@@ -145,6 +146,7 @@ class Rollout:
     def between(self, do: Callable[[], None]) -> None:
         """Do this on the thread, between two token steps."""
         async def doing() -> None:
+            """On the thread."""
             do()
 
         self.call(doing(), lambda: False)
