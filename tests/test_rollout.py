@@ -676,6 +676,38 @@ def test_an_engine_that_breaks_ends_take_too(rolling):
         buffer.take(3, never)
 
 
+@pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
+def test_a_reward_that_ends_the_program_is_a_failure_like_any_other(rolling, end):
+    """In an asyncio task either would end the thread unheard, and the trainer would wait for ever."""
+
+    async def leaves(prompt, text, ids):
+        raise end(3)
+
+    buffer = Buffer(prompts_per_step=2)
+    rolling(buffer, made_by(Echo(0), leaves)).pump()
+    with pytest.raises(RuntimeError, match=rf"^prompt \d: its episode or reward ended with {end.__name__}\(3\)$"):
+        buffer.take(30, never)
+
+
+def test_where_one_try_fails_the_others_are_ended(rolling):
+    """Nobody waits for them; left alone they would sample on, and one that hangs would stay for ever."""
+    ended = []
+
+    async def judged(prompt, text, ids):
+        if not ended and len(judging) == 3:
+            raise ValueError("one of four")
+        judging.append(ids)
+        try:
+            await forever()
+        finally:
+            ended.append(ids)
+
+    judging = []
+    with pytest.raises(ValueError, match="^one of four$"):
+        asyncio.run(asyncio.wait_for(made_by(Echo(), judged, samples=4)(0), timeout=30))
+    assert len(ended) == len(judging) == 3
+
+
 async def forever():
     await asyncio.Event().wait()
 

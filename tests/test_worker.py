@@ -601,6 +601,26 @@ def test_its_last_words_are_its_own(begin):
 
 
 @pytest.mark.slow
+def test_its_end_is_told_although_its_log_was_deleted(begin):
+    it = begin()
+    in_time(it, publish(it, small()))
+    it.engine.log.unlink()
+    os.kill(it.engine.process.pid, signal.SIGKILL)
+    in_time(it, until(lambda: it.failed))
+    assert "was ended by SIGKILL" in str(it.failed[0])
+
+
+@pytest.mark.slow
+def test_one_that_dies_before_its_first_weights_is_started_again_and_waits_for_them(begin):
+    it = begin(restart=True)
+    first = it.engine.process
+    os.kill(first.pid, signal.SIGKILL)
+    in_time(it, until(lambda: it.engine.process is not first))
+    in_time(it, publish(it, small()))
+    assert untimed(in_time(it, answers(it.engine, jobs_of()))) == untimed(locally(jobs_of())) and not it.failed
+
+
+@pytest.mark.slow
 def test_started_again_it_has_the_latest_weights_answers_all_that_was_asked_and_dies_only_once(begin, capfd):
     it = begin(restart=True)
     wide(it.policy.model, 7)
