@@ -59,12 +59,13 @@ class Lane:
 
     def add(self, start: float, end: float, **counts: float) -> None:
         """A piece from start to end. It joins the last span if it begins within `gap` of its end and may lengthen it."""
-        last = self.spans[-1] if self.spans else None
+        spans = self.spans  # one thread adds, another laps: whichever list this is, it is one list to the end
+        last = spans[-1] if spans else None
         if last is not None and start <= last.end + self.gap and last.seconds < self.longest:
             summed = {key: last.args.get(key, 0) + counts.get(key, 0) for key in {**last.args, **counts}}
-            self.spans[-1] = replace(last, start=min(last.start, start), end=max(last.end, end), args=summed)
+            spans[-1] = replace(last, start=min(last.start, start), end=max(last.end, end), args=summed)
         else:
-            self.spans.append(Span(self.lane, self.name, start, end, counts))
+            spans.append(Span(self.lane, self.name, start, end, counts))
 
     def lap(self) -> list[Span]:
         """The spans since the last lap."""

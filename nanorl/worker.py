@@ -68,7 +68,7 @@ class WorkerEngine:
         self.start()
 
     def start(self) -> None:
-        """Start the process and the thread that listens to it."""
+        """Start the process, and the threads that listen and write to it."""
         self.socket, theirs = socket.socketpair()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         package = str(Path(__file__).parents[1])
@@ -160,7 +160,7 @@ class WorkerEngine:
 
     def receive(self, message: dict[str, Any]) -> None:
         """On the loop: an answer, or a version that the process samples with now."""
-        self.spans += [Span(**span) for span in message.get("spans", ())]
+        self.spans.extend(Span(**span) for span in message.get("spans", ()))  # no +=, which would undo a lap meanwhile
         if "version" in message:
             self.version = message["version"]
             self.acknowledged(self.version)

@@ -428,3 +428,12 @@ def test_the_command_is_the_monitor_s_and_needs_no_torch(run):
     code = "import sys, runpy; sys.modules['torch'] = None; runpy.run_module('nanorl.monitor', run_name='__main__')"
     ended = subprocess.run([sys.executable, "-c", code, "--timeline", str(run)], cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "") and "trainer" in ended.stdout and (run / "timeline.png").exists()
+
+
+def test_a_lap_in_the_middle_of_an_addition_loses_nothing(monkeypatch):
+    """One thread adds while another laps."""
+    lane, lapped = Lane("rewards", "reward"), []
+    monkeypatch.setattr("nanorl.timeline.replace", lambda span, **new: (lapped.append(lane.lap()), replace(span, **new))[1])
+    lane.add(0.0, 0.1, rewards=1)
+    lane.add(0.1, 0.2, rewards=1)
+    assert lapped == [[Span("rewards", "reward", 0.0, 0.2, {"rewards": 2})]] and lane.lap() == []
