@@ -55,7 +55,9 @@ class Buffer:
         self.line: list[int] = []  # prompts by rank, from the oldest not yet trained on
         self.taken: set[int] = set()  # those of `line` that are taken
         self.done: dict[int, Group] = {}  # finished and not taken
-        self.hand: list[Group] = []  # taken for the step in the making
+        self.hand: list[Group] = []  # taken for the next step
+        self.running: list[Group] = []  # those of the step that trains now,
+        self.left = 0  # and how many of them were left out of it
         self.barren, self.recent = 0, deque(maxlen=RECENT)  # filtered in a row; of the last groups, which failed
         self.rewards: list[float] = []  # of every sample that finished since the last lap, filtered or not
         self.error: BaseException | None = None
@@ -149,7 +151,7 @@ class Buffer:
                     if not 0 <= lag <= self.pace.bound:
                         raise RuntimeError(f"prompt {group.prompt.number} has lag {lag}, allowed is {self.pace.bound}")
             kept = [g for g in groups if contrast(g)] if self.pace.dynamic_sampling == "shrink" else groups
-            self.ended["left out"] += len(groups) - len(kept or groups)
+            self.running, self.left = groups, len(groups) - len(kept or groups)
             return kept or groups
 
     def takeable(self) -> int | None:
@@ -195,6 +197,8 @@ class Buffer:
         """The update is over and the trainer has this version: its groups are not outstanding any more."""
         with self.changed:
             self.version = version
+            self.ended["left out"] += self.left
+            self.running, self.left = [], 0
             while self.line and self.line[0] in self.taken:
                 self.taken.discard(self.line.pop(0))
             self.changed.notify_all()
@@ -212,15 +216,12 @@ class Buffer:
     def state(self) -> dict[str, Any]:
         """What a checkpoint of now has to say so that every prompt is trained, filtered or failed once.
 
-        Call it between two steps. What is outstanding is asked again first, in its order.
+        What is outstanding, also in a step that is not over, is asked again first, in its order.
         """
         with self.changed:
-            owed = [number for number in self.line if number not in self.taken or self.held(number)]
+            mine = {group.prompt.number for group in self.hand + self.running}
+            owed = [number for number in self.line if number not in self.taken or number in mine]
             return {"next": self.next, "again": owed + list(self.again), "ended": dict(self.ended)}
-
-    def held(self, number: int) -> bool:
-        """Taken for a step that has not begun."""
-        return any(group.prompt.number == number for group in self.hand)
 
 
 def contrast(group: Group) -> bool:

@@ -37,6 +37,8 @@ class Cluster:
     """Seconds more for each row: keys and values of the mean context ÷ memory bandwidth."""
     prefill_token: float = 1e-5
     """Seconds to read a token of a prompt, or of an answer again under new weights. 2·N FLOP ÷ (peak × utilisation)."""
+    distinct: float = 1.0
+    """Share of the tokens so far of interrupted answers that is left to read where beginnings in common are read once."""
     train_base: float = 1.0
     """Seconds of an update whatever its tokens: optimizer, reduction."""
     train_token: float = 5e-5
@@ -109,6 +111,8 @@ def check(c: Cluster) -> None:
     answers = c.prompts_per_step * c.samples_per_prompt * (c.steps + min(c.pace.bound, c.steps))
     if max(answers, c.engines) > MOST:
         raise Refused(f"--steps {c.steps}: {answers:,} answers or {c.engines:,} engines are more than is simulated here")
+    if not 0 <= c.distinct <= 1:
+        raise Refused(f"--distinct {c.distinct}: must be a share, from 0 to 1")
     for name in ("filtered", "failed"):
         if not 0 <= getattr(c, name) < 1:
             raise Refused(f"{dashed(name)} {getattr(c, name)}: must be a share, from 0 to less than 1")

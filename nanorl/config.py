@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,12 @@ class Refused(Exception):
 
 class Lost(Exception):
     """Something beside this process that the run needs is gone. The message is one line: what, how, its last words."""
+
+
+def unread() -> int:
+    """Nobody reads the output any more (… | head): no word about that at the exit. Returns the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 @dataclass(frozen=True)

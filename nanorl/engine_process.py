@@ -33,6 +33,7 @@ class Serving:
     def __init__(self, connection: Connection, engine: LocalEngine):
         self.connection, self.engine = connection, engine
         self.tasks: dict[int, asyncio.Task] = {}
+        self.outbox: list[dict[str, Any]] = []
         self.kinds = {"generate": self.generate, "cancel": self.cancel, "weights": self.load,
                       "pause": self.pause, "resume": self.resume}  # fmt: skip
 
@@ -80,9 +81,16 @@ class Serving:
         self.tell(id=request["id"], **told)
 
     def tell(self, **message: Any) -> None:
-        """To the trainer, with what took time since the last message."""
+        """Something for the trainer, in one letter with all else of this token step: opening letters takes it time."""
+        if not self.outbox:
+            self.loop.call_soon(self.flush)
+        self.outbox.append(message)
+
+    def flush(self) -> None:
+        """Send what there is to tell, with what took time since the last letter."""
+        messages, self.outbox = self.outbox, []
         spans = [vars(span) for span in self.engine.lap()]
-        self.connection.send_bytes(json.dumps({**message, "spans": spans}).encode())
+        self.connection.send_bytes(json.dumps({"messages": messages, "spans": spans}).encode())
 
     def cancel(self, message: dict[str, Any], _: list[Tensor]) -> None:
         """Nobody waits for this request any more."""

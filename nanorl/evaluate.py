@@ -40,11 +40,12 @@ def powers_of_two(n: int) -> list[int]:
 
 
 async def evaluate(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], score: Score, sampling: Sampling,
-                   samples: int, seed: int,
+                   samples: int, seed: int, deadline: float,
                    progress: Callable[[int], None]) -> tuple[dict[str, float], list[Group]]:  # fmt: skip
     """eval/pass@k for k = 1, 2, 4 … ≤ samples, eval/greedy, answers' mean length and truncated share, and the groups.
 
-    A sample passes if its reward is 1 or more. Raises what the engine or a reward raises.
+    A sample passes if its reward is 1 or more. Raises what the engine or a reward raises, and TimeoutError when nothing
+    was done for `deadline` seconds.
     """
     done = 0
 
@@ -54,10 +55,18 @@ async def evaluate(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sc
         result = await group(engine, tokenizer, prompt, score, replace(how, key=(seed, EVALUATE)), n)
         done += n
         progress(done)
+        limit.reschedule(asyncio.get_running_loop().time() + deadline)
         return result
 
-    sampled = await asyncio.gather(*(one(p, sampling, samples) for p in prompts))
-    greedy = await asyncio.gather(*(one(p, replace(sampling, temperature=0.0), 1) for p in prompts))
+    try:
+        async with asyncio.timeout(deadline) as limit:
+            sampled = await asyncio.gather(*(one(p, sampling, samples) for p in prompts))
+            greedy = await asyncio.gather(*(one(p, replace(sampling, temperature=0.0), 1) for p in prompts))
+    except TimeoutError as error:
+        if not limit.expired():  # a reward's own
+            raise
+        raise TimeoutError(f"evaluation: {done} of {len(prompts) * (samples + 1)} answers were done, and no other within "
+                           f"--deadline {deadline:g} s; the engine or a reward is stuck") from error  # fmt: skip
     right = [sum(s.reward >= 1 for s in g.samples) for g in sampled]
     every = [s for g in sampled for s in g.samples]
     results = {f"eval/pass@{k}": mean(pass_at_k(samples, c, k) for c in right) for k in powers_of_two(samples)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import tyro
 
 from nanorl import timeline
 from nanorl.cluster import PRESETS, Cluster, Result
-from nanorl.config import Refused, dashed
+from nanorl.config import Refused, dashed, unread
 from nanorl.pace import Pace
 from nanorl.simulate import simulate
 from nanorl.timeline import Span
@@ -93,6 +92,7 @@ def measured(config: dict[str, Any], rows: list[dict], samples: list[dict], span
     train = fit([[1, row["tokens"]] for row, _, _ in steps[half:]], [u.end - w.end for _, w, u in steps[half:]])
     engine = fit([[s.args[part] for part in ("token_steps", "rows", "prefilled")] for s in undisturbed],
                  lasting(undisturbed, [s for s in spans if s.name in ("sync", "interrupt")]))  # fmt: skip
+    read, of = (sum(s.args.get(part, 0) for s in made) for part in ("read_again", "interrupted"))
     overhead = np.mean([later.start - update.end - within(evaluations, update.end, later.start)
                         for later, update in zip(waits[half:], updates[half - 1 :])])  # fmt: skip
     sync, load = arrival(loads, updates[half - 1 :])
@@ -104,11 +104,12 @@ def measured(config: dict[str, Any], rows: list[dict], samples: list[dict], span
     known = ("max_lag", "overtake", "dynamic_sampling", "in_flight", "max_failed")
     cluster = Cluster(
         engines=1, trainers=int(not local), colocated=local, rows=512, step_base=engine[0], step_row=engine[1],
-        prefill_token=engine[2], train_base=train[0], train_token=train[1], overhead=overhead, sync=max(0.0, sync),
-        load=load, switch=max(0.0, sync - overhead) * local, prompts_per_step=P, steps=len(steps), seed=config["seed"],
-        samples_per_prompt=config["samples_per_prompt"], measured=tuple(map(sum, masks)),
-        prompt=round(np.mean([len(mask) - sum(mask) for mask in masks])), filtered=(filtered + left) / ended,
-        failed=failed / ended, pace=Pace(**{name: config["pace"][name] for name in known}),
+        prefill_token=engine[2], distinct=read / of if of else 1.0, train_base=train[0], train_token=train[1],
+        overhead=overhead, sync=max(0.0, sync), load=load, switch=max(0.0, sync - overhead) * local, prompts_per_step=P,
+        steps=len(steps), seed=config["seed"], samples_per_prompt=config["samples_per_prompt"],
+        prompt=round(np.mean([len(mask) - sum(mask) for mask in masks])), measured=tuple(map(sum, masks)),
+        filtered=(filtered + left) / ended, failed=failed / ended,
+        pace=Pace(**{name: config["pace"][name] for name in known}),
     )  # fmt: skip
     return Measured(cluster, len(ends) / ends[-1], float(np.mean([row["lag/mean"] for row, _, _ in steps[half:]])))
 
@@ -238,7 +239,8 @@ def predict(ask: Ask, words: Sequence[str]) -> None:
             lines.append(f"{'  with the other flags':32}{'–':>10}{result.steps_per_second:11.4g}{'–':>9}{'–':>10}"
                          f"{result.mean_lag:11.2f}")  # fmt: skip
         inputs.append(f"{run}: a token step {1e3 * c.step_base:.3g} ms + {1e6 * c.step_row:.3g} µs a row; reading "
-                      f"{1e6 * c.prefill_token:.3g} µs a token; an update {1e3 * c.train_base:.3g} ms + "
+                      f"{1e6 * c.prefill_token:.3g} µs a token, of interrupted answers {c.distinct:.0%}; an update "
+                      f"{1e3 * c.train_base:.3g} ms + "
                       f"{1e6 * c.train_token:.3g} µs a token; overhead {1e3 * c.overhead:.3g} ms; weights after "
                       f"{1e3 * c.sync:.3g} ms, loaded in {1e3 * c.load:.3g} ms; {c.steps} steps, "
                       f"{np.mean(c.measured):.4g} tokens an answer")  # fmt: skip
@@ -258,6 +260,8 @@ def parse(words: Sequence[str]) -> Ask:
         raise Refused(f"{' '.join(asked)}: one at a time")
     if ask.picture is not None and (ask.run or ask.sweep):
         raise Refused(f"--picture: it draws one simulation or --compare; leave {asked[0]} away")
+    if ask.picture is not None:
+        timeline.drawable(ask.picture, "--picture")
     return ask
 
 
@@ -279,7 +283,6 @@ def main(words: list[str]) -> int:
     except Refused as error:
         print(f"python -m nanorl.simulate: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # nobody reads any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        return unread()
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorl.cli import describe, parse
-from nanorl.config import Lost, Refused
+from nanorl.config import Lost, Refused, unread
 
 
 class Stop:
@@ -61,8 +62,13 @@ def launch(script: str, default_name: str, train: Callable[[Any], None], argv: l
     except Lost as error:
         print(f"{Path(script).name}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # --help | head: nobody reads any more, and Python would complain once more at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        return unread()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"{Path(script).name}: the disk is full ({error}); make room, and go on from the last checkpoint with "
+              "--resume", file=sys.stderr)  # fmt: skip
         return 1
     except KeyboardInterrupt as stopped:
         saved = str(stopped) or "nothing is saved beside earlier checkpoints"

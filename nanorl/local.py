@@ -113,7 +113,8 @@ class LocalEngine:
     def token_step(self) -> dict[str, int]:
         """One token for every row: decode the rows there are, prefill the new ones, sample, let the finished leave.
 
-        Returns what that took: tokens sampled (rows), distinct prefixes' tokens prefilled.
+        Returns what that took: tokens sampled (rows), tokens of distinct prefixes read (prefilled), and of answers that
+        were interrupted, those of distinct prefixes (read_again) and all (interrupted).
         """
         states = []
         if self.rows:
@@ -123,8 +124,9 @@ class LocalEngine:
         if new:
             states.append(self.prefill(new))
         self.sample(torch.cat(states))
-        counts = {"token_steps": 1, "rows": len(self.rows),
-                  "prefilled": sum(map(len, {r.ids + tuple(r.new[:-1]) for r in new}))}  # fmt: skip
+        prefixes, again = ([r.ids + tuple(r.new[:-1]) for r in some] for some in (new, [r for r in new if r.new[1:]]))
+        counts = {"token_steps": 1, "rows": len(self.rows), "prefilled": sum(map(len, set(prefixes))),
+                  "read_again": sum(map(len, set(again))), "interrupted": sum(map(len, again))}  # fmt: skip
         self.leave()
         return counts
 

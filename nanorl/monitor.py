@@ -128,7 +128,7 @@ class Monitor:
         for number, sample in ((group.prompt.number, sample) for group in groups for sample in group.samples):
             row = {"step": step, "prompt": number, "reward": sample.reward, **vars(sample)}
             row["mask"] = [int(m) for m in sample.mask]
-            self.samples.write(json.dumps({name: plain(value) for name, value in row.items()}) + "\n")
+            self.samples.write(line(row))
         self.samples.flush()
         self.print_line(step, metrics)
         self.warn(metrics)
@@ -211,6 +211,14 @@ class Monitor:
         """Close the files."""
         for file in (self.metrics, self.samples, self.board):
             file.close()
+
+
+def line(row: dict[str, object]) -> str:
+    """The row as a line of JSON; to look for what is not finite, which is rare, would take longer than to write it."""
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps({name: plain(value) for name, value in row.items()}) + "\n"
 
 
 def plain(value: object) -> object:

@@ -29,7 +29,7 @@ class Pace:
     max_failed: float = 0.0
     """Share of the last 100 groups that may fail; more stop the run. 0: the first failure does."""
     deadline: float = 1800.0
-    """Seconds that a group may take; then it has failed."""
+    """Seconds that a group may take; then it has failed. An evaluation of which nothing is done so long ends the run."""
     restart_engine: bool = False
     """Start a worker engine that died again, once."""
     engine_device: str | None = None

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import replace
 from typing import Any
 
-from nanorl.buffer import Buffer, Stopped
+from nanorl.buffer import HEARTBEAT, Buffer, Stopped
+from nanorl.config import Lost
 from nanorl.engine import Broken, Completion, Engine, Sampling
 from nanorl.monitor import collecting
 from nanorl.sample import Group, Prompt, Sample
@@ -127,13 +129,16 @@ class Rollout:
                 self.buffer.stop(error)
         self.start_admitted()  # a group that was rejected has given its place back
 
-    def call(self, question: Coroutine[Any, Any, Any], stop: Callable[[], bool]) -> Any:
-        """The answer to a question asked on the thread (an evaluation, say).
+    def call(self, question: Coroutine[Any, Any, Any], what: str, stop: Callable[[], bool]) -> Any:
+        """The answer to a question asked on the thread; after HEARTBEAT seconds it says `what` it waits for.
 
-        Raises Stopped when `stop()` turns true, and what ended sampling.
+        Raises Stopped when `stop()` turns true; what ended sampling; Lost when an episode or a reward that does not
+        await has held the thread for --deadline seconds.
         """
         future = asyncio.run_coroutine_threadsafe(question, self.loop)
+        said = self.moved = time.monotonic()
         while True:
+            self.loop.call_soon_threadsafe(self.here)
             try:
                 return future.result(timeout=0.2)
             except NotYet:
@@ -142,14 +147,26 @@ class Rollout:
                 if stop() or self.buffer.error is not None:
                     future.cancel()
                     raise self.buffer.error or Stopped from None
+            held = (now := time.monotonic()) - self.moved
+            if held > self.deadline:
+                raise Lost(f"an episode or a reward has held its thread for {held:.0f} s (--deadline {self.deadline:g}), "
+                           f"and with it {what}; let it await, or make it faster")  # fmt: skip
+            if now - said > HEARTBEAT:
+                said = now
+                why = f": an episode or a reward holds its thread since {held:.0f} s" if held > 1 else ""
+                print(f"waiting for {what}{why}", flush=True)
 
-    def between(self, do: Callable[[], None]) -> None:
+    def here(self) -> None:
+        """On the thread: it is not held."""
+        self.moved = time.monotonic()
+
+    def between(self, do: Callable[[], None], what: str) -> None:
         """Do this on the thread, between two token steps."""
         async def doing() -> None:
             """On the thread."""
             do()
 
-        self.call(doing(), lambda: False)
+        self.call(doing(), what, lambda: False)
 
     def close(self) -> None:
         """End what is in the making, and the thread."""

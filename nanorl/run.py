@@ -186,9 +186,9 @@ class Run:
         total, started = len(prompts) * (samples + 1), time.monotonic()
         progress = partial(text_progress, "evaluate", total=total, started=started)
         question = evaluate.evaluate(self.judge, self.tokenizer, prompts, self.score, self.sampling(), samples,
-                                     self.cfg.seed, lambda done: progress(done=done))  # fmt: skip
+                                     self.cfg.seed, self.cfg.pace.deadline, lambda done: progress(done=done))  # fmt: skip
         with self.clock("evaluate"):
-            results, groups = self.rollout.call(question, (lambda: False) if within_step else self.stop)
+            results, groups = self.rollout.call(question, "the evaluation", (lambda: False) if within_step else self.stop)
         own = average(note for g in groups for s in g.samples for note in s.notes)
         return results | {f"eval/{name}": value for name, value in own.items()}
 
@@ -234,7 +234,7 @@ class Run:
             if self.cfg.pace.delay == 0:  # who shares the weights has nothing under way, the process finds a place itself
                 self.engine.update_weights(self.policy, self.step)
             else:
-                self.rollout.between(lambda: self.engine.update_weights(self.policy, self.step))
+                self.rollout.between(lambda: self.engine.update_weights(self.policy, self.step), "the new weights' turn")
         self.buffer.acknowledge(self.engine.version)
         self.buffer.trained(self.step)
         if self.cfg.engine == "worker":  # who shares this process waits until the trainer does

@@ -206,13 +206,13 @@ class Simulation:
     def load(self, engine: Engine) -> None:
         """The newest weights: the engine stands while it loads them, then reads again what its rows have so far.
 
-            load + prefill_token·Σ over rows (prompt + tokens so far)
+            load + prefill_token·distinct·Σ over rows (prompt + tokens so far)
         """
         engine.version, start = engine.pending, engine.time
         engine.time += 0.0 if self.c.colocated else self.c.load
         self.at(engine.time, self.acknowledge, engine, engine.version)
         if engine.leaving:
-            tokens = len(engine.leaving) * (self.c.prompt + engine.count) - engine.joined
+            tokens = round(self.c.distinct * (len(engine.leaving) * (self.c.prompt + engine.count) - engine.joined))
             engine.recomputed += tokens
             engine.time += self.c.prefill_token * tokens
             self.span(engine.lane, "generate", engine.begun, start)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import math
 import shutil
 import sys
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanorl.config import STARTED, Refused
+from nanorl.config import STARTED, Refused, unread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -145,9 +144,9 @@ def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
     for start, end in sorted((span.start, span.end) for span in spans):
         if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
+            first, last = merged.pop()
+            start, end = first, max(last, end)
+        merged.append((start, end))
     return merged
 
 
@@ -237,13 +236,19 @@ def gantt(spans: Sequence[Span], most: int = 16) -> Figure:
     return figure
 
 
-def save(draw: Callable[[], Figure], path: str, flag: str) -> None:
-    """Write what `draw` returns into this file, .png, .svg or .pdf. Raises Refused, in the name of this flag."""
+def drawable(path: str, flag: str) -> Path:
+    """This file, if a picture may go there. Raises Refused, in the name of this flag."""
     file = Path(path)
     if file.suffix not in (".png", ".svg", ".pdf"):
         raise Refused(f"{flag} {path}: no kind of picture by its name; end it in .png, .svg or .pdf")
     if not file.parent.is_dir():
         raise Refused(f"{flag} {path}: no folder {file.parent}; make it first, or name a file elsewhere")
+    return file
+
+
+def save(draw: Callable[[], Figure], path: str, flag: str) -> None:
+    """Write what `draw` returns into this file, .png, .svg or .pdf. Raises Refused, in the name of this flag."""
+    file = drawable(path, flag)
     try:
         draw().savefig(file, dpi=110)
     except ImportError:
@@ -255,8 +260,7 @@ def save(draw: Callable[[], Figure], path: str, flag: str) -> None:
 def picture(spans: Sequence[Span], path: str, flag: str = "--picture") -> str:
     """Draw `gantt` into this file; returns what was written, in one line. Raises Refused."""
     save(lambda: gantt(spans), path, flag)
-    first, last = extent(spans)
-    return f"{path}: what {len({span.lane for span in spans})} lanes did from {first:.6g} to {last:.6g} s"
+    return f"{path}: what {len({s.lane for s in spans})} lanes did " + "from {:.6g} to {:.6g} s".format(*extent(spans))
 
 
 def steps(spans: Sequence[Span]) -> tuple[float, float]:
@@ -267,18 +271,16 @@ def steps(spans: Sequence[Span]) -> tuple[float, float]:
 
 def main(words: list[str]) -> int:
     """Show the timeline of a run as text, and draw it into the folder of the run. Returns the exit status."""
-
     def refuse(message: str) -> None:
         raise Refused(f"{message}: python -m nanorl.monitor --timeline RUN [--from SECONDS] [--to SECONDS]")
 
     parser = argparse.ArgumentParser("python -m nanorl.monitor", description="What did every process do, and when?")
     parser.error = refuse
-    parser.add_argument("--timeline", metavar="RUN", required=True, help="the folder of the run")
+    parser.add_argument("--timeline", metavar="RUN", type=Path, required=True, help="the folder of the run")
     parser.add_argument("--from", metavar="SECONDS", type=float, default=-math.inf, help="since the run was started")
     parser.add_argument("--to", metavar="SECONDS", type=float, default=math.inf, help="without either: steps 3 to 8")
     try:
-        asked = vars(parser.parse_args(words))
-        folder, start, end = Path(asked["timeline"]), asked["from"], asked["to"]
+        folder, start, end = vars(parser.parse_args(words)).values()
         spans = read(folder / "trace.json")
         if (start, end) == (-math.inf, math.inf):
             start, end = steps(spans)
@@ -292,7 +294,6 @@ def main(words: list[str]) -> int:
     except Refused as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # nobody reads any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        return unread()
     return 0

@@ -158,17 +158,18 @@ class WorkerEngine:
         spans, self.spans = self.spans, []
         return spans
 
-    def receive(self, message: dict[str, Any]) -> None:
-        """On the loop: an answer, or a version that the process samples with now."""
-        self.spans.extend(Span(**span) for span in message.get("spans", ()))  # no +=, which would undo a lap meanwhile
-        if "version" in message:
-            self.version = message["version"]
-            self.acknowledged(self.version)
-        if message.get("id") not in self.asked:  # cancelled meanwhile, or no answer
-            return
-        future = self.asked[message["id"]][1]
-        if future.done():
-            return
+    def receive(self, letter: dict[str, Any]) -> None:
+        """On the loop: what the process tells, and what took it time."""
+        self.spans.extend(Span(**span) for span in letter["spans"])  # no +=, which would undo a lap meanwhile
+        for message in letter["messages"]:
+            if "version" in message:
+                self.version = message["version"]
+                self.acknowledged(self.version)
+            elif message["id"] in self.asked and not self.asked[message["id"]][1].done():  # else cancelled meanwhile
+                self.answer(self.asked[message["id"]][1], message)
+
+    def answer(self, future: asyncio.Future, message: dict[str, Any]) -> None:
+        """What came of a request."""
         if "completion" in message:
             ids, logp, version, finish = message["completion"]
             future.set_result(Completion(tuple(ids), tuple(logp), tuple(version), finish))

@@ -457,6 +457,8 @@ def test_what_is_no_model_to_train_is_refused(desk, capfd, model, make, says):
 @pytest.mark.parametrize("device", ["banana", "cuda:99"])
 def test_a_device_that_is_not_there_is_refused(desk, capfd, model, device):
     assert refusal(capfd, "--model", model, "--device", device).startswith(f"--device {device}: ")
+    flags = ("--model", model, "--engine", "worker", "--engine-device", device)
+    assert refusal(capfd, *flags).startswith(f"--engine-device {device}: ")
 
 
 def test_an_output_folder_in_use_is_refused_before_the_warm_start(desk, capfd):

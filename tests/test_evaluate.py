@@ -85,7 +85,8 @@ def test_every_number_is_the_mean_over_problems_by_counting():
     """Problem p has p right samples of 5, p = 0 … 5."""
     engine, seen = Oracle(), []
     sampling = Sampling(9, temperature=0.7, end=frozenset({4}), stop=("x",), key=("never used",))
-    results, groups = asyncio.run(evaluate(engine, WORDS, prompts(6), judge, sampling, 5, seed=13, progress=seen.append))
+    results, groups = asyncio.run(evaluate(engine, WORDS, prompts(6), judge, sampling, 5, seed=13, deadline=60,
+                                           progress=seen.append))  # fmt: skip
     assert results == pytest.approx({
         **{f"eval/pass@{k}": sum(pass_at_k(5, c, k) for c in range(6)) / 6 for k in (1, 2, 4)},
         "eval/greedy": 0.5, "eval/length": (4 * 1 + 5) / 5, "eval/truncated": 1 / 5})  # fmt: skip
@@ -103,7 +104,31 @@ def test_what_a_reward_raises_ends_the_evaluation():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(evaluate(Oracle(), WORDS, prompts(2), broken, Sampling(9), 2, 0, lambda done: None))
+        asyncio.run(evaluate(Oracle(), WORDS, prompts(2), broken, Sampling(9), 2, 0, 60, lambda done: None))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_evaluation_of_which_nothing_is_done_ends_and_says_so_and_a_slow_one_does_not(own):
+    """The deadline is for the time between two results; a reward's own timeout stays what it is."""
+
+    async def stuck(prompt, text, ids):
+        if prompt.number == 3:
+            if own:
+                raise TimeoutError("the reward's own")
+            await asyncio.Event().wait()
+        return 1.0
+
+    async def slow(prompt, text, ids):
+        await asyncio.sleep(0.15 * prompt.number)
+        return 1.0
+
+    def run(reward, deadline):
+        return asyncio.run(evaluate(Oracle(), WORDS, prompts(6), reward, Sampling(9), 2, 0, deadline, lambda done: None))
+
+    line = "the reward's own" if own else r"evaluation: 10 of 18 answers were done, and no other within --deadline 0.3 s"
+    with pytest.raises(TimeoutError, match=line):
+        run(stuck, 0.3)
+    assert run(slow, 0.3)[0]["eval/pass@1"] == 1  # it takes 1.5 s
 
 
 def trained(tiny_model, evaluations):
@@ -119,7 +144,8 @@ def trained(tiny_model, evaluations):
     for step in range(2):
         for _ in range(evaluations):
             asked = [Prompt(i, (2 + i, 4, 12), "", "") for i in range(3)]  # the very prompts that are trained on
-            _, held_out = runner.call(evaluate(engine, words, asked, judge, sampling, 2, 0, lambda done: None), lambda: False)
+            _, held_out = runner.call(evaluate(engine, words, asked, judge, sampling, 2, 0, 60, lambda done: None),
+                                  "the evaluation", lambda: False)  # fmt: skip
             assert not buffer.done and buffer.placed == 2 * step  # nothing of it reached the buffer
             assert all(g.samples[0].ids != s.ids for g in held_out for t in steps for s in t[0].samples)
         runner.pump()

@@ -36,8 +36,9 @@ def folder(path, engine, lag, lengths, steps=12, evaluate=()):
             read = (P * PROMPT + step % 3 * (lengths is uneven)) * (i == 0)
             took = c["step_base"] + c["step_row"] * active + c["prefill_token"] * read
             gap = 0.01 * (i + 1 < max(made))  # the engine's own work between two spans
+            again = {"read_again": step + i, "interrupted": 4 * (step + i)} if lag else {}
             spans.append(Span("engine 0", "generate", free, free + took - gap,
-                              {"token_steps": 1, "rows": active, "prefilled": read}))  # fmt: skip
+                              {"token_steps": 1, "rows": active, "prefilled": read, **again}))  # fmt: skip
             free += took
         took = c["train_base"] + c["train_token"] * sum(made)
         there = free if lag == 0 else free - c["sync"] - took  # so that the weights come between two token steps
@@ -86,6 +87,7 @@ def test_what_is_measured_is_what_made_the_folder(tmp_path, engine, lag, evaluat
     assert (c.engines, c.trainers, c.colocated) == (1, int(not local), local)
     assert (c.prompts_per_step, c.samples_per_prompt, c.prompt, c.steps, c.seed) == (P, G, PROMPT, 12, 3)
     assert c.measured == tuple(itertools.chain.from_iterable(uneven(step) for step in range(7, 13)))
+    assert c.distinct == (0.25 if lag else 1.0)
     assert c.pace == Pace(lag) and found.mean_lag == lag
 
 
@@ -184,6 +186,19 @@ def test_runs_are_printed_with_the_error_of_the_prediction(tmp_path, capsys):
         assert line.startswith(run[-31:])
 
 
+def test_flags_beside_a_run_are_changes_of_it(tmp_path, capsys):
+    """A run in turn, asked what a lag would do: engine and trainer get a device each, all else is as it was measured."""
+    path = folder(tmp_path, "local", 0, uneven)
+    c = measure(path).cluster
+    other = replace(c, colocated=False, trainers=1, switch=0.0, train_base=0.9, pace=Pace(2))
+    assert main(["--run", str(path), "--max-lag", "2", "--train-base=0.9"]) == 0
+    first, changed = capsys.readouterr().out.splitlines()[1:3]
+    expected = simulate(other)
+    assert changed.split() == ["with", "the", "other", "flags", "–", f"{expected.steps_per_second:.4g}", "–", "–",
+                               f"{expected.mean_lag:.2f}"]  # fmt: skip
+    assert expected.mean_lag > 0 and first.split()[-1] == "0.00"
+
+
 def test_a_published_cluster_is_named_first_and_flags_change_it():
     """areal_1_5b is AReaL's 128 GPUs, three quarters of which generate."""
     ask = parse(["areal_1_5b", "--max-lag", "4"])
@@ -198,8 +213,15 @@ WRONG = {
     "--picture x.txt: ": small("--picture", "x.txt"),
     "--run nowhere: config.json cannot be read": ["--run", "nowhere"],
     "--engines 0: must be 1 or more": ["--engines", "0"],
+    "--distinct 2.0: must be a share": ["--distinct", "2"],
     "--max-lag -1: ": ["--sweep", "max_lag=0,-1"],
 }
+
+
+def test_whether_a_picture_can_be_drawn_is_known_before_the_work(monkeypatch, capsys):
+    monkeypatch.setattr("nanorl.forecast.simulate", lambda cluster: pytest.fail("it has begun"))
+    for path in ("x.txt", "nowhere/x.png"):
+        assert main(["--picture", path]) == 2 and f"--picture {path}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", WRONG)

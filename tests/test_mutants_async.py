@@ -38,6 +38,13 @@ KILLED = partial(Y.test_a_killed_run_leaves_all_but_what_it_was_writing, folder=
 ONE_TRACK = partial(in_folder, Y.test_spans_that_do_not_overlap_share_a_track)
 
 
+SLOWEST = V.test_without_interruption_the_slowest_engine_decides_what_may_start_by_hand
+MADE = {name: partial(in_folder, F.test_what_is_measured_is_what_made_the_folder, *run)
+        for name, run in zip(("alone", "evaluated", "asynchronous", "in turn"), F.RUNS)}  # fmt: skip
+RESUMED = partial(in_folder, F.test_of_a_run_that_was_resumed_the_last_start_counts)
+PREDICTED = partial(in_folder, F.test_a_run_of_equal_answers_is_predicted_exactly, "worker", (7,))
+
+
 BOUND = [
     Bug("pacing by the trainer's version while an engine lags", buffer.Buffer.admit, "+ self.acknowledged + 1",
         "+ self.version + 1", THEOREM),
@@ -52,8 +59,8 @@ BOUND = [
     Bug("the oldest that has finished is taken", buffer.Buffer.takeable,
         "window = self.line[oldest : oldest + self.pace.overtake * self.P + 1]", "window = self.line", THEOREM),
     Bug("a rejected group keeps its place", buffer.Buffer.reject, "self.placed -= 1", "pass", THEOREM),
-    Bug("groups left out of their step do not count as trained", buffer.Buffer.poll, 'self.ended["left out"] += ',
-        'self.placed -= len(groups) - len(kept or groups); self.ended["left out"] += ',
+    Bug("groups left out of their step do not count as trained", buffer.Buffer.trained, 'self.ended["left out"] += ',
+        'self.placed -= self.left; self.ended["left out"] += ',
         partial(U.test_groups_left_out_of_their_step_count_as_trained, 2)),
     Bug("an engine that answers late sets the clock back", buffer.Buffer.acknowledge, "max(self.acknowledged, version)",
         "min(self.acknowledged, version)", THEOREM),
@@ -93,7 +100,8 @@ REST = [
         'if self.pace.delay == "inf" else', "if False else",
         W.test_whatever_is_not_refused_never_stands_still_nor_samples_without_end),
     Bug("the window is over groups not trained on", buffer.Buffer.takeable, "window = self.line[oldest : oldest",
-        "window = [n for n in self.line if n not in self.taken or self.held(n)][0 : 0", THEOREM),
+        "window = [n for n in self.line if n not in self.taken or n in [g.prompt.number for g in self.hand]][0 : 0",
+        THEOREM),
     Bug("the window is a place too wide", buffer.Buffer.takeable, "self.P + 1]", "self.P + 2]", THEOREM),
     Bug("the window is a place too narrow", buffer.Buffer.takeable, "self.P + 1]", "self.P + (self.pace.overtake == 0)]",
         THEOREM),
@@ -123,10 +131,12 @@ REST = [
         THEOREM),
     Bug("a run that is resumed twice forgets what was owed the first time", buffer.Buffer.state,
         "owed + list(self.again)", "owed", THEOREM),
-    Bug("a checkpoint forgets groups taken for a step that has not begun", buffer.Buffer.state, " or self.held(number)",
-        "", THEOREM),
+    Bug("a checkpoint forgets groups taken for a step that has not begun", buffer.Buffer.state, "self.hand + ", "",
+        THEOREM),
+    Bug("a checkpoint forgets the groups of a step that is not over", buffer.Buffer.state, " + self.running", "",
+        THEOREM),
     Bug("a checkpoint owes what it has trained on out of turn", buffer.Buffer.state,
-        "for number in self.line if number not in self.taken or self.held(number)", "for number in self.line", THEOREM),
+        "for number in self.line if number not in self.taken or number in mine", "for number in self.line", THEOREM),
     Bug("what finished is lost by a checkpoint", buffer.Buffer.state, "if number not in self.taken or",
         "if number not in self.done and number not in self.taken or", THEOREM),
     Bug("groups of the running update are in the making", buffer.Buffer.lap,
@@ -303,7 +313,7 @@ REST = [
         "for start, end in ((s.start, s.end) for s", Y.test_a_lane_is_as_busy_as_moment_by_moment),
     Bug("a lane's own time is its time", timeline.busy, "extent(spans)",
         "extent([s for s in spans if s.lane == lane] or spans)", Y.test_a_lane_is_as_busy_as_moment_by_moment),
-    Bug("a short span cuts the long one that it lies in", timeline.union, "max(merged[-1][1], end)", "end",
+    Bug("a short span cuts the long one that it lies in", timeline.union, "max(last, end)", "end",
         Y.test_a_union_is_disjoint_and_in_order),
     Bug("intervals that touch stay apart", timeline.union, "start <= merged", "start < merged",
         Y.test_a_union_is_disjoint_and_in_order),
@@ -326,6 +336,30 @@ REST = [
         Y.test_the_picture_has_a_row_for_each_lane_and_a_bar_for_all_that_it_did),
     Bug("the picture has all work in one row", timeline.gantt, "(row - 0.4, 0.8)", "(-0.4, 0.8)",
         Y.test_the_picture_has_a_row_for_each_lane_and_a_bar_for_all_that_it_did),
+    Bug("only one row leaves at a time", simulate.Simulation.boundary,
+        "while engine.leaving and engine.leaving[0][0] == engine.count:",
+        "if engine.leaving and engine.leaving[0][0] == engine.count:", ORACLE),
+    Bug("an engine acknowledges what has not been loaded", simulate.Simulation.load,
+        "self.at(engine.time, self.acknowledge", "self.at(start, self.acknowledge", SLOWEST),
+    Bug("a sample is as old as its group's admission, not its first token", simulate.Simulation.join,
+        "group.versions.append(engine.version)", "group.versions.append(self.buffer.acknowledged)", ORACLE),
+    Bug("the fastest engine acknowledges for all", simulate.Simulation.acknowledge, "min(e.acknowledged",
+        "max(e.acknowledged", SLOWEST),
+    Bug("every interrupted answer is read alone", simulate.Simulation.load, "self.c.distinct * (", "1 * (", ORACLE),
+    Bug("gaps are idle", forecast.lasting, "gap if 0 < gap < GAP else 0.0", "0.0", MADE["alone"]),
+    Bug("loading is sampling", forecast.lasting, " - within(loads, span.end, later.start)", "", MADE["asynchronous"]),
+    Bug("all lengths of the run", forecast.measured, 'if sample["step"] >= rows[half]["step"]', "", MADE["alone"]),
+    Bug("evaluation is overhead", forecast.measured, " - within(evaluations, update.end, later.start)", "",
+        MADE["evaluated"]),
+    Bug("evaluation is part of a step", forecast.measured, ' - row.get("seconds/evaluate", 0)', "", PREDICTED),
+    Bug("answers of an evaluation are sampling", forecast.measured,
+        "and not any(e.start <= s.start < e.end for e in evaluations)", "", MADE["in turn"]),
+    Bug("the way around has the evaluation in it", forecast.around, " - within(evaluations, start, end)", "",
+        MADE["evaluated"]),
+    Bug("overhead and switch both", forecast.measured, "max(0.0, sync - overhead) * local", "sync * local",
+        MADE["in turn"]),
+    Bug("a resumed run counts from its first start", forecast.measure, "rows[begun:]", "rows", RESUMED),
+    Bug("shared beginnings are read by each", forecast.measured, "read / of if of else 1.0", "1.0", MADE["asynchronous"]),
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import itertools
 import math
+import re
 import threading
 import time
 import traceback
@@ -24,10 +25,11 @@ from transformers import Qwen3ForCausalLM, Qwen3NextConfig
 
 from nanorl import tiny
 from nanorl.buffer import Buffer, Stopped
-from nanorl.config import Refused
+from nanorl.config import Lost, Refused
 from nanorl.engine import Completion, Sampling
 from nanorl.local import LocalEngine, Request
 from nanorl.monitor import log
+from nanorl.pace import Pace
 from nanorl.policy import Policy, admit
 from nanorl.rollout import EVALUATE, TRAIN, Rollout, Turns, group, one_turn
 from nanorl.sample import Group, Prompt, Sample, collate
@@ -712,6 +714,26 @@ async def forever():
     await asyncio.Event().wait()
 
 
+def test_an_interrupted_engine_counts_what_it_reads_again_and_what_there_was():
+    """Three greedy answers to one prompt are one, and a fourth to another; 3 or more tokens each, then new weights."""
+    engine, prompts = engine_of("llama"), [(3, 4, 5)] * 3 + [(6, 7)]
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate(ids, Sampling(8, temperature=0.0))) for ids in prompts]
+        while not engine.rows or len(engine.rows[0].new) < 3:
+            await asyncio.sleep(0)
+        made = len(engine.rows[0].new)
+        engine.update_weights(engine.policy, 1)
+        await asyncio.gather(*tasks)
+        return made
+
+    made = asyncio.run(run())
+    spans = engine.lap()
+    total = {name: sum(span.args[name] for span in spans) for name in ("rows", "prefilled", "read_again", "interrupted")}
+    again = (3 + made) + (2 + made)
+    assert total == {"rows": 4 * 8, "prefilled": 3 + 2 + again, "read_again": again, "interrupted": again + 2 * (3 + made)}
+
+
 def test_asked_to_stop_the_trainer_stops_wherever_it_waits(rolling):
     buffer = Buffer(prompts_per_step=2)
     rollout = rolling(buffer, lambda number: forever())
@@ -729,7 +751,7 @@ def test_asked_to_stop_the_trainer_stops_wherever_it_waits(rolling):
 
     asked = iter([False, True])
     with pytest.raises(Stopped):
-        rollout.call(question(), lambda: next(asked))
+        rollout.call(question(), "this", lambda: next(asked))
     assert ended.wait(5)  # nobody goes on answering it
 
 
@@ -742,10 +764,57 @@ def test_a_question_gets_its_answer_or_its_own_exception(rolling):
             raise value
         return value
 
-    assert rollout.call(slow(42), never) == 42
+    assert rollout.call(slow(42), "this", never) == 42
     for error in (ValueError("mine"), TimeoutError("the question's own")):
         with pytest.raises(type(error), match=str(error)):
-            rollout.call(slow(error), never)
+            rollout.call(slow(error), "this", never)
+
+
+def test_a_reward_that_holds_the_thread_is_named_and_in_the_end_ends_the_run(monkeypatch, capsys):
+    monkeypatch.setattr("nanorl.rollout.HEARTBEAT", 0.3)
+    held = threading.Event()
+
+    async def blocking(number):
+        held.wait(20)
+
+    rollout = Rollout(Buffer(1, pace=Pace(deadline=2.5)), blocking)
+    try:
+        rollout.pump()
+        with pytest.raises(Lost, match="held its thread for . s .--deadline 2.5., and with it the weights; let it await"):
+            rollout.between(lambda: None, "the weights")
+    finally:
+        held.set()
+        rollout.close()
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "waiting for the weights" and re.search("waiting for the weights: an .* holds its thread since [12] s", said[-1])
+
+
+def test_a_reward_that_holds_the_thread_at_the_end_is_left_behind_with_a_warning(monkeypatch, capsys):
+    monkeypatch.setattr("nanorl.rollout.CLOSING", 0.3)
+    began, held = threading.Event(), threading.Event()
+
+    async def blocking(number):
+        began.set()
+        held.wait(20)
+
+    rollout = Rollout(Buffer(1), blocking)
+    rollout.pump()
+    assert began.wait(5)
+    rollout.close()
+    assert rollout.thread.is_alive() and "has held its thread for 0 s; it is left behind" in capsys.readouterr().err
+    held.set()
+    while rollout.tasks or asyncio.all_tasks(rollout.loop):  # what it was asked for, it does at last
+        time.sleep(0.01)
+    rollout.loop.call_soon_threadsafe(rollout.loop.stop)
+    rollout.thread.join(5)
+    assert not rollout.thread.is_alive()
+
+
+def test_a_thread_that_only_waits_is_not_held(rolling, monkeypatch, capsys):
+    monkeypatch.setattr("nanorl.rollout.HEARTBEAT", 0.3)
+    rollout = rolling(Buffer(1, pace=Pace(deadline=0.5)), lambda number: forever())
+    rollout.call(asyncio.sleep(1.5), "this", never)
+    assert set(capsys.readouterr().out.splitlines()) == {"waiting for this"}
 
 
 def test_an_answer_that_comes_between_two_looks_is_the_answer(rolling, monkeypatch):
@@ -769,7 +838,7 @@ def test_an_answer_that_comes_between_two_looks_is_the_answer(rolling, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(asyncio, "run_coroutine_threadsafe", lambda coroutine, loop: Late())
         try:
-            assert rollout.call(question, never) == 42
+            assert rollout.call(question, "this", never) == 42
         finally:
             question.close()
 

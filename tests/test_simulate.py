@@ -38,7 +38,8 @@ def clusters(draw, **fixed):
     """Any small cluster, in any mode."""
     c = cluster(**{name: draw(strategy) for name, strategy in SMALL.items()}, max_length=draw(st.integers(1, 12)),
                 lengths=draw(st.sampled_from(["constant", "geometric", "lognormal"])), prompt=draw(st.integers(0, 3)),
-                prefill_token=draw(TIME), load=draw(TIME), rows=draw(st.integers(1, 12)), switch=draw(TIME),
+                prefill_token=draw(TIME), distinct=draw(st.sampled_from([1.0, 0.4, 0.0])), load=draw(TIME),
+                rows=draw(st.integers(1, 12)), switch=draw(TIME),
                 engines=draw(st.integers(1, 3)), steps=draw(st.integers(1, 8)), interrupt=draw(st.booleans()),
                 filtered=draw(st.sampled_from([0, 0.3])), failed=draw(st.sampled_from([0, 0.2])))  # fmt: skip
     lag = draw(st.sampled_from([0, 1, 2, 3, "inf"]))
@@ -234,7 +235,7 @@ def token_by_token(c):
         for number in ended:
             end(number, groups[number])
         if pending > version and (c.interrupt or not rows):
-            version, pause = pending, c.load + c.prefill_token * sum(c.prompt + row[2] for row in rows)
+            version, pause = pending, c.load + c.prefill_token * round(c.distinct * sum(c.prompt + row[2] for row in rows))
             later(now + c.load, "acknowledged", version)
         new = []
         while queue and len(rows) < c.rows and pending == version:

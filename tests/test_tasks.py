@@ -1,5 +1,6 @@
 """What is asked: disjoint parts, an order that needs no state, files that are read or refused by line, exact prompts."""
 
+import asyncio
 import itertools
 import json
 import re
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from nanorl import tasks, tiny
 from nanorl.config import Config, Refused, resolved
 from nanorl.monitor import collecting
+from nanorl.reward import REWARDS
 from nanorl.tasks import Problem, check_lengths, make_prompt, part, read, render, worked
 
 SEEDS = range(3)
@@ -213,6 +215,20 @@ def test_rows_whose_answer_the_verifier_cannot_read_are_dropped_and_counted(tmp_
         from_rows(tmp_path, [{"prompt": "a", "answer": "none"}] * 4, reward="number")
     with pytest.raises(Refused, match="0 problems to train on and 1 to hold out"):
         from_rows(tmp_path, questions(1))
+
+
+@pytest.mark.parametrize("pays", [1.0, 0.0])
+def test_a_reward_that_awaits_is_asked_what_the_right_answer_is_worth_like_any_other(monkeypatch, pays):
+    async def patient(*args, **row):
+        await asyncio.sleep(0)
+        return pays * REWARDS["exact"](*args, **row)
+
+    monkeypatch.setitem(REWARDS, "patient", patient)
+    if pays:
+        assert asyncio.run(arithmetic(reward="patient").reward("", "12", (), (), "12")) == 1.0
+    else:
+        with pytest.raises(Refused, match="^--reward: the verifier gives 0.0 to the right answer"):
+            arithmetic(reward="patient")
 
 
 def test_the_fields_of_a_row_reach_the_reward_by_name_and_none_shadows_what_it_gets_anyway(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import train_grpo
 import train_ppo
-from nanorl import checkpoint, cli, config, objective, optimize, reward, tiny
+from nanorl import checkpoint, cli, objective, optimize, reward, timeline, tiny
 from nanorl import launch as launching
 from nanorl.algorithms import ALGORITHMS
 from nanorl.critic import Critic
@@ -640,7 +641,7 @@ def test_stopped_before_its_first_step_nothing_is_half_made(start, tmp_path, wat
 
     def stopped_evaluate(run):
         signal.raise_signal(signal.SIGINT)
-        return run.rollout.call(asyncio.sleep(60), run.stop)
+        return run.rollout.call(asyncio.sleep(60), "sleep", run.stop)
 
     with monkeypatch.context() as patch:
         if moment == "evaluation":
@@ -965,3 +966,26 @@ def test_a_stop_in_the_last_evaluation_is_made_up_for_by_a_resume(start, tmp_pat
     assert not (run / "summary.json").exists()
     assert launch("--resume", run) == 0 and (run / "summary.json").exists()
     assert launch("--resume", run) == 2 and "that run is done" in capsys.readouterr().err
+
+
+def test_every_evaluation_is_in_the_timeline_the_first_and_the_last_too(start, tmp_path):
+    spans = timeline.read(trained(start, tmp_path / "run", steps=3) / "trace.json")
+    found = [span for span in spans if span.name == "evaluate"]
+    updates = [span for span in spans if span.name == "update"]
+    assert len(found) == 3 and found[0].end <= updates[0].start and updates[-1].end <= found[-1].start
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_full_disk_ends_a_run_in_one_line_and_other_errors_keep_their_traceback(start, tmp_path, monkeypatch, capsys, number):
+    def full(self, spans):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(timeline.Trace, "write", full)
+    flags = addition(start, tmp_path / "run", "--steps", 2)
+    if number == errno.EACCES:
+        with pytest.raises(PermissionError):
+            launch(*flags)
+    else:
+        assert launch(*flags) == 1
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("train_grpo.py: the disk is full (") and line.endswith("with --resume")

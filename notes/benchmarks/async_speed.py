@@ -1,13 +1,14 @@
 """How much faster is asynchronous? Real runs on two cores, and what the simulator says of them: notes/asynchrony.md.
 
-    python notes/benchmarks/async_speed.py FOLDER [--steps 60]
+    python notes/benchmarks/async_speed.py FOLDER [--steps 60] [--repeats 3]
 
 Three jobs: one whose phases take about as long as each other (the default's model after 20 steps, when rows without
 advantage save half of the training), one where training is slower (the warm start, every row trained on), and one of
 very unequal lengths (a model with fresh weights ends an answer at any token with the same small chance). Each in three
 ways: in turn on one core, in turn on both cores, and at once, the engine on one core and the trainer on the other. The
-learning rate is so small that the job stays what it is. Then the default job until pass@1 passes 0.95, in turn on both
-cores and at once. Nothing else should run meanwhile.
+learning rate is so small that the job stays what it is. The three ways follow each other `repeats` times, and medians
+are told. Then the default job until pass@1 passes 0.95, in turn on both cores and at once. Runs that are done are not
+done again, so the command can be stopped and given again. Nothing else should run meanwhile.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -29,6 +31,7 @@ WAYS = {"in turn, one core": (1, ["--engine", "local"]), "in turn, both cores": 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--repeats", type=int, default=3)
 args = parser.parse_args()
 
 
@@ -52,17 +55,26 @@ def phases(folder: Path) -> tuple[float, float]:
 
 
 def compare(job: str, flags: list[str]) -> None:
-    """The three ways of one job, as lines of a table."""
-    found = {way: train(f"{job} {way}", threads, [*flags, *STILL, "--steps", str(args.steps), *engine])
-             for way, (threads, engine) in WAYS.items()}  # fmt: skip
-    g, t = phases(found["in turn, one core"])
-    speed = {way: measure(folder).steps_per_second for way, folder in found.items()}
-    gain, ideal = speed["at once"] / speed["in turn, one core"], (g + t) / max(g, t)
+    """The three ways of one job, as lines of a table: medians over the repeats, and in brackets all of them."""
+    found = {way: [] for way in WAYS}
+    for number in range(1, args.repeats + 1):
+        for way, (threads, engine) in WAYS.items():
+            words = [*flags, *STILL, "--steps", str(args.steps), *engine]
+            found[way].append(train(f"{job} {way} {number}", threads, words))
+    g, t = (median(times) for times in zip(*map(phases, found["in turn, one core"])))
+    speeds = {way: [measure(folder).steps_per_second for folder in folders] for way, folders in found.items()}
+    speed = {way: median(each) for way, each in speeds.items()}
+    gains = [b / a for a, b in zip(speeds["in turn, one core"], speeds["at once"])]
+    ideal = (g + t) / max(g, t)
     print(f"{job}: sampling {g:.3f} s, training {t:.3f} s on one core each")
     for way, steps in speed.items():
-        print(f"  {way:20} {steps:.3f} steps/s   {steps / speed['in turn, one core']:.2f}")
-    print(f"  at once over in turn on one core: {gain:.2f}, of at most {ideal:.2f}: {gain / ideal:.0%}", flush=True)
-    subprocess.run([sys.executable, "-m", "nanorl.simulate", "--run", *map(str, found.values())], check=True, cwd=ROOT)
+        each = " ".join(f"{s:.3f}" for s in speeds[way])
+        print(f"  {way:20} {steps:.3f} steps/s   {steps / speed['in turn, one core']:.2f}   ({each})")
+    each = " ".join(f"{gain:.2f}" for gain in gains)
+    print(f"  at once over in turn on one core: {median(gains):.2f} ({each}), of at most {ideal:.2f}: "
+          f"{median(gains) / ideal:.0%}", flush=True)  # fmt: skip
+    runs = [str(folder) for folders in found.values() for folder in folders]
+    subprocess.run([sys.executable, "-m", "nanorl.simulate", "--run", *runs], check=True, cwd=ROOT)
 
 
 def seconds_to(goal: float, folder: Path) -> float:
@@ -83,5 +95,5 @@ if __name__ == "__main__":
     compare("nearly equal lengths", WHOLE)
     compare("very unequal lengths", [*WHOLE, "--model", str(fresh), "--max-new-tokens", "200"])
     for way, flags in (("in turn, both cores", []), ("at once", ["--engine", "worker", "--max-lag", "2"])):
-        folder = train(f"default {way}", 2, ["--steps", "100", *flags])
+        folder = train(f"default {way}", 2, flags)
         print(f"to 0.95, {way}: {seconds_to(0.95, folder):.0f} s")
