@@ -16,7 +16,7 @@ import tyro
 
 from nanorl.algorithms import ALGORITHMS, chosen
 from nanorl.axes import FOREIGN, Axes, differences, flat, rebuilt
-from nanorl.config import Config, Refused, Whole, check, dashed, resolved
+from nanorl.config import Config, Refused, Remote, Whole, check, dashed, resolved
 from nanorl.pace import Pace
 
 
@@ -65,8 +65,9 @@ def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axe
 
 def job_alone() -> type[Config]:
     """Config without what only the second group of the help shows."""
-    hidden = ("pace", tyro.conf.Suppress[Pace], field(default_factory=Pace))
-    return dataclasses.make_dataclass("Config", [hidden], bases=(Config,), frozen=True)
+    hidden = [("pace", tyro.conf.Suppress[Pace], field(default_factory=Pace)),
+              ("remote", tyro.conf.Suppress[Remote], field(default_factory=Remote))]  # fmt: skip
+    return dataclasses.make_dataclass("Config", hidden, bases=(Config,), frozen=True)
 
 
 def narrowed(default: Whole, unused: set[str]) -> Whole:
@@ -97,7 +98,9 @@ def read_saved(folder: Path) -> tuple[str, Whole]:
     try:
         saved = json.loads(path.read_text())
         job = saved["config"] | {"stop": tuple(saved["config"].get("stop", ())), "out": None}  # JSON has no tuples
-        job["pace"] = Pace(**job.get("pace", {}))
+        remote = job.get("remote", {})
+        job |= {"pace": Pace(**job.get("pace", {})),
+                "remote": Remote(**{**remote, "servers": tuple(remote.get("servers", ()))})}  # fmt: skip
         if saved["algorithm"] not in ALGORITHMS:
             raise KeyError(f"algorithm {saved['algorithm']}")
         return saved["algorithm"], Whole(**job, axes=rebuilt(saved["axes"]))
@@ -112,7 +115,7 @@ def command(script: str, name: str, cfg: Config, axes: Axes) -> str:
     words = ["python", script, name]
     usual = resolved(Config(**{"task": cfg.task, "digits": cfg.digits, **ALGORITHMS[name].job}))
     usual = dataclasses.replace(usual, task=Config.task, digits=Config.digits)
-    asked = [(f.removeprefix("pace."), x) for (f, x), pair in zip(flat(cfg), flat(usual)) if (f, x) != pair]
+    asked = [(bare(f), x) for (f, x), pair in zip(flat(cfg), flat(usual)) if (f, x) != pair]
     for f, value in asked + differences(axes, ALGORITHMS[name].axes):
         if f in ("resume", "dry_run", "out"):
             continue
@@ -125,11 +128,20 @@ def command(script: str, name: str, cfg: Config, axes: Axes) -> str:
     return shlex.join(words)
 
 
+def bare(name: str) -> str:
+    """A setting's name as its flag has it.
+
+    >>> bare("pace.max_lag"), bare("kl_weight")
+    ('max_lag', 'kl_weight')
+    """
+    return name.removeprefix("pace.").removeprefix("remote.")
+
+
 def describe(script: str, name: str, cfg: Config, axes: Axes) -> str:
     """Every setting, the counts that follow from them, doubts and the command, as printed at the start of a run."""
     algo, updates = chosen(name, axes, cfg.pace.stale), cfg.updates_per_batch * cfg.epochs_per_batch
     shown = [(f, value) for f, value in flat(cfg) + flat(algo.axes) if f.split(".")[0] not in algo.unused()]
-    pairs = [f"{f.removeprefix('pace.')}={value!r}".replace(" ", "\0") for f, value in shown]
+    pairs = [f"{bare(f)}={value!r}".replace(" ", "\0") for f, value in shown]
     settings = textwrap.fill("  ".join(pairs), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return (f"{ALGORITHMS[name].says}\n{settings}\n".replace("\0", " ")
             + f"{cfg.samples_per_step} samples = {cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}; "

@@ -1,8 +1,8 @@
 """What can be set? The flags of a run and what is refused, before torch is imported (importing it takes seconds).
 
 `Config` is the job: what is asked, how much, how it is optimised, where it goes. How far sampling runs ahead (`Pace` in
-`pace.py`) and the axes of an algorithm (`Axes` in `axes.py`: clip, KL, normalisation) are a second group, shown by
-`python train_grpo.py NAME --help`. `cli.py` reads the command line.
+`pace.py`), the vLLM servers (`Remote`) and the axes of an algorithm (`Axes` in `axes.py`: clip, KL, normalisation) are a
+second group, shown by `python train_grpo.py NAME --help`. `cli.py` reads the command line.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import tyro
 
@@ -38,6 +39,24 @@ def unread() -> int:
     """Nobody reads the output any more (… | head): no word about that at the exit. Returns the exit status."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
+
+
+@dataclass(frozen=True)
+class Remote:
+    """vLLM servers that sample (--engine vllm); python -m nanorl.serve starts one"""
+
+    servers: tuple[str, ...] = ()
+    """Addresses of vLLM servers, http://HOST:PORT each. Two lines of the README start one."""
+    transport: Literal["broadcast", "disk"] = "broadcast"
+    """How weights travel. broadcast: a process group with each server; disk: files in --weights that both can read."""
+    weights: str | None = None
+    """Folder for --transport disk, under the same path on every machine. Without it RUN/weights."""
+    mismatch: float = 5e-5
+    """Mean difference of log-probs, trainer's and server's, that the first publish may have. More in bfloat16."""
+    prove_every: int = 1
+    """Publishes between two proofs that the server's weights are the trainer's. More than 1 only for large models."""
+    patience: float = 120.0
+    """Seconds without any server that answers, after which the run saves and ends."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +115,8 @@ class Config:
     """Gradients longer than this are scaled down to it. 1; watch grad_norm."""
 
     # engine
-    engine: Literal["local", "worker"] = "local"
-    """Who generates. local: the training model itself, in this process; worker: a second process (for --max-lag)."""
+    engine: Literal["local", "worker", "vllm"] = "local"
+    """Who generates. local: the training model itself, in this process; worker: a second process; vllm: --servers."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps; auto takes cuda where there is one, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -127,6 +146,8 @@ class Config:
 
     pace: Annotated[Pace, tyro.conf.arg(name="")] = field(default_factory=Pace)
     """how far sampling may run ahead of training"""
+    remote: Annotated[Remote, tyro.conf.arg(name="")] = field(default_factory=Remote)
+    """vLLM servers that sample"""
 
     @property
     def samples_per_step(self) -> int:
@@ -182,7 +203,30 @@ def check(name: str, cfg: Config, axes: Axes) -> None:
         raise Refused(f"--out {cfg.out}: a resumed run stays in its folder, {cfg.resume}")
     if (line := pace.wrong(cfg.pace, cfg.engine, cfg.prompts_per_step)) is not None:
         raise Refused(line)
+    refuse_servers(cfg)
     chosen(name, axes, cfg.pace.stale).refuse(cfg, ALGORITHMS[name].axes, Refused)
+
+
+def refuse_servers(cfg: Config) -> None:
+    """Raise Refused for settings of servers that cannot work."""
+    remote = cfg.remote
+    if cfg.engine != "vllm" and remote != Remote():
+        flag = next(dashed(f.name) for f in dataclasses.fields(Remote) if getattr(remote, f.name) != f.default)
+        raise Refused(f"{flag}: only --engine vllm has servers; add it, or leave {flag} away")
+    if cfg.engine == "vllm" and not remote.servers:
+        raise Refused("--engine vllm: name its servers, --servers http://127.0.0.1:8000; "
+                      "python -m nanorl.serve starts one")  # fmt: skip
+    for url in remote.servers:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or remote.servers.count(url) > 1:
+            raise Refused(f"--servers {url}: must be addresses like http://127.0.0.1:8000, each once")
+    if remote.weights is not None and remote.transport != "disk":
+        raise Refused(f"--weights {remote.weights}: only --transport disk writes there; add it")
+    for flag, good, must in (("mismatch", 0 < remote.mismatch < float("inf"), "above 0 and finite"),
+                             ("prove_every", remote.prove_every >= 1, "at least 1"),
+                             ("patience", 0 < remote.patience < float("inf"), "above 0 and finite")):  # fmt: skip
+        if not good:
+            raise Refused(f"{dashed(flag)} {getattr(remote, flag)}: must be {must}")
 
 
 def divisors_near(total: int, wanted: int) -> str:

@@ -74,6 +74,8 @@ def measured(config: dict[str, Any], rows: list[dict], samples: list[dict], span
     """
     if config["pace"]["delay"] != 0:
         raise Refused("--run: a run with --delay has its lag given, not found; take one of --engine worker")
+    if config["engine"] == "vllm":
+        raise Refused("--run: vLLM's servers do not tell of their token steps; take a run of --engine worker")
     local, P = config["engine"] == "local", config["prompts_per_step"]
     kinds = {name: [s for s in by_start(spans) if s.lane == "trainer" and s.name == name]
              for name in ("wait", "update", "evaluate")}  # fmt: skip

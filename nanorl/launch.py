@@ -47,6 +47,8 @@ def launch(script: str, default_name: str, train: Callable[[Any], None], argv: l
         # Threads that wait for each other should soon sleep: on a machine that does something else as well, spinning
         # made a step of the tiny model 25 times slower (0.1 s became 4 s); this count costs nothing on a quiet one.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        if cfg.engine == "vllm":  # copies of the weights in huge pages: a publish takes two thirds of the time
+            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         from nanorl import run
 
         for number in (signal.SIGINT, signal.SIGTERM):  # until the run has handlers of its own

@@ -89,6 +89,7 @@ def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algo
         **clip_shares(batch, trained, ratio, algo),
         "kl/prox": mean(L.kl(start, logp, trained)[trained]),  # samples of π_prox: KL(π_prox‖π_θ), E[r − 1 − log r]
         **mean_max("mismatch", (start - batch.logp_behave)[trained].abs()),
+        "mismatch/kl": mean(L.kl(batch.logp_behave, start, trained)[trained]),  # samples of μ: KL(μ‖π_prox)
         "entropy": -mean(batch.logp_behave[mask]),
         "repeat/token": int(counts.max()) / int(counts.sum()) if len(counts) else math.nan,
         **mean_max("length", tokens), "truncated": mean(batch.truncated),
@@ -120,6 +121,17 @@ def utilisation(spans: Sequence[Span], seconds: float) -> dict[str, float]:
         if span.lane.startswith("engine"):
             work.setdefault(f"util/{span.lane.replace(' ', '/')}", []).append(span)
     return {key: min(1.0, sum(end - start for start, end in union(of)) / seconds) for key, of in work.items()}
+
+
+PUBLISH = ("bytes", "copy", "digest", "transfer", "load", "probe")  # what a publish takes
+
+
+def published(spans: Sequence[Span]) -> dict[str, float]:
+    """sync/…: what the publishes among these spans took, in the mean, and the largest mismatch of their proofs."""
+    if not (took := [span.args for span in spans if "transfer" in span.args]):
+        return {}
+    means = {f"sync/{part}": sum(args[part] for args in took) / len(took) for part in PUBLISH}
+    return finite({**means, "sync/mismatch": max(args.get("mismatch", -math.inf) for args in took)})
 
 
 def clip_shares(batch: Batch, trained: Tensor, ratio: Tensor, algo: Algorithm) -> dict[str, float]:

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from nanorl.objective import Algorithm
     from nanorl.sample import Batch, Group
 
-WALL_CLOCK = ("seconds", "tokens_per_second", "util/", "buffer/")  # keys that begin so are times, or change with them
+WALL_CLOCK = ("seconds", "tokens_per_second", "util/", "buffer/", "sync/")  # such keys are times, or change with them
 KEYS = frozenset("""step seconds tokens_per_second samples tokens trained_rows loss grad_norm skipped lr
     reward reward/all reward/std reward/group_std contrast adv/mean adv/std lag/mean lag/max ratio/mean ratio/max
-    clip clip/low clip/high clip/dual kl/prox kl/ref mismatch/mean mismatch/max entropy repeat/token
+    clip clip/low clip/high clip/dual kl/prox kl/ref mismatch/mean mismatch/max mismatch/kl entropy repeat/token
     correction/mean correction/max correction/masked m2/dropped value/loss value/lr value/grad_norm value/mean
     value/explained length/mean length/max truncated""".split())  # beside these: seconds/…, eval/… and the user's own
 EVERY, FLAT = 20, 5  # lines between two headers on the console; steps without contrast before a warning

@@ -1,7 +1,7 @@
 """How far may sampling run ahead of training? The flags of asynchrony; `buffer.py` has the rule and its proof.
 
     --max-lag 0                     synchronous: every sample is trained by the weights that sampled it
-    --engine worker --max-lag N     asynchronous: sampling runs on meanwhile, no sample is more than N steps old
+    --engine worker --max-lag N     asynchronous (or vllm): sampling runs on meanwhile, no sample is more than N steps old
     --delay N                       one process, for study: every sample is N steps old
 """
 
@@ -64,11 +64,11 @@ def wrong(pace: Pace, engine: str, prompts_per_step: int) -> str | None:
     if engine == "local" and pace.max_lag != 0:
         return (f"--max-lag {pace.max_lag}: the local engine samples with the weights in training, so nothing is ever "
                 "stale; add --engine worker, or take --delay to study stale samples in one process")
-    if engine == "worker" and pace.delay != 0:
-        return f"--delay {pace.delay}: only --engine local delays its weights; with worker the bound is --max-lag"
+    if engine != "local" and pace.delay != 0:
+        return f"--delay {pace.delay}: only --engine local delays its weights; with {engine} the bound is --max-lag"
     if pace.max_lag == "inf" and pace.in_flight is None:
         return "--max-lag inf: nothing would end sampling ahead; add --in-flight, a number of prompts"
     for flag in ("restart_engine", "engine_device"):
-        if engine == "local" and getattr(pace, flag) not in (None, False):
-            return f"--{flag.replace('_', '-')}: there is no engine process with --engine local; add --engine worker"
+        if engine != "worker" and getattr(pace, flag) not in (None, False):
+            return f"--{flag.replace('_', '-')}: there is no engine process with --engine {engine}; take --engine worker"
     return None

@@ -17,19 +17,19 @@ from pathlib import Path
 
 import torch
 
-from nanorl import algorithms, checkpoint, engine, evaluate, optimize, policy, reward, rollout, summary, tasks, tiny
+from nanorl import algorithms, checkpoint, engine, engines, evaluate, optimize, policy, reward, rollout, summary, tasks
+from nanorl import tiny
 from nanorl.axes import Axes
 from nanorl.buffer import Buffer, Stopped
 from nanorl.config import Config, Refused
 from nanorl.critic import Critic
 from nanorl.launch import Stop
-from nanorl.local import DelayedEngine, LocalEngine
+from nanorl.local import LocalEngine
 from nanorl.memory import dry_run
-from nanorl.metrics import average, step_metrics, utilisation
+from nanorl.metrics import average, published, step_metrics, utilisation
 from nanorl.monitor import Clock, Monitor, text_progress
 from nanorl.sample import Batch, Group, Prompt
 from nanorl.timeline import Lane, Trace
-from nanorl.worker import WorkerEngine
 
 TIMEOUT = 1800.0  # seconds without a single finished group, after which something is stuck
 
@@ -67,6 +67,7 @@ class Run:
             self.ref = policy.frozen(axes.ref_model or str(self.start), self.policy, self.tokenizer)
         self.end = policy.end_tokens(model, self.tokenizer)
         rooms = [policy.room(scorer.model) for scorer in (self.policy, self.ref) if scorer is not None]
+        rooms += [] if cfg.eval_only else engines.rooms(self)  # before anything is written
         tasks.check_lengths(self.task, self.tokenizer, cfg, min(rooms))
         if max(self.prompt(0).ids + tuple(self.end)) >= (known := model.get_input_embeddings().weight.shape[0]):
             raise Refused(f"--model {self.start}: the tokenizer has ids above the model's {known}; they do not fit")
@@ -124,33 +125,18 @@ class Run:
         self.monitor, self.trace = Monitor(self.folder, self.step, cfg.steps), Trace(self.folder / "trace.json")
         self.rollout = rollout.Rollout(self.buffer, self.make_group)
         self.judge.version = self.step
-        self.engine = self.other_engine() or self.judge
+        self.engine = engines.sampler(self)
         self.buffer.acknowledged = self.engine.version
-        if cfg.engine == "worker":  # the first weights come from here, whatever model its process has loaded
+        if self.beside:  # the first weights come from here, whatever model it has loaded
             self.engine.update_weights(self.policy, self.step)
 
-    def other_engine(self) -> engine.Engine | None:
-        """The engine that samples, where it is not the one that evaluates: behind the trainer, or beside it."""
-        cfg, pace = self.cfg, self.cfg.pace
-        if pace.delay == "inf" and self.last is not None:
-            begin = policy.load(str(self.start), self.device)[0]
-            return DelayedEngine(policy.Policy(begin, cfg.temperature, self.policy.dtype), self.tokenizer, 0, math.inf)
-        if pace.delay != 0:
-            return DelayedEngine(self.policy, self.tokenizer, self.step, pace.bound)
-        if cfg.engine != "worker":
-            return None
-        if (threads := torch.get_num_threads()) > 1 and pace.stale:  # the two work at the same time
-            torch.set_num_threads(threads - threads // 2)
-            threads //= 2
-        for part in (self.policy.model.config, self.tokenizer):
-            part.save_pretrained(self.folder / "engine")  # a checkpoint may be gone when an engine starts again
-        settings = {"model": str(self.folder / "engine"), "device": pace.engine_device or self.device,
-                    "dtype": cfg.dtype, "threads": threads, "version": self.step}  # fmt: skip
-        return WorkerEngine(settings, self.folder / "engine-0.log", self.rollout.loop, pace.restart_engine,
-                            self.acknowledged, self.buffer.stop)  # fmt: skip
+    @property
+    def beside(self) -> bool:
+        """The engine is beside this process, with weights of its own."""
+        return self.cfg.engine != "local"
 
     def acknowledged(self, version: int) -> None:
-        """On the rollout's thread: the engine process has this version now."""
+        """On the rollout's thread: the engine beside has this version now."""
         self.buffer.acknowledge(version)
         self.rollout.start_admitted()
 
@@ -215,7 +201,7 @@ class Run:
         stages, spans, seconds = self.clock.lap()
         spans += self.engine.lap() + self.rewards.lap()
         self.trace.write(spans)
-        self.monitor.step(self.step, metrics | utilisation(spans, seconds), groups, stages)
+        self.monitor.step(self.step, metrics | utilisation(spans, seconds) | published(spans), groups, stages)
         if self.step == 1 and self.algo.explained and len(norms) == 1:
             self.monitor.explain_first_step(numbers["loss"])
         if self.due(5) or self.step == 1:
@@ -237,7 +223,7 @@ class Run:
                 self.rollout.between(lambda: self.engine.update_weights(self.policy, self.step), "the new weights' turn")
         self.buffer.acknowledge(self.engine.version)
         self.buffer.trained(self.step)
-        if self.cfg.engine == "worker":  # who shares this process waits until the trainer does
+        if self.beside:  # who shares this process waits until the trainer does
             self.rollout.pump()
 
     def save(self) -> Path:
@@ -251,7 +237,7 @@ class Run:
 
     def begin(self) -> None:
         """Evaluate before training has changed anything. A resumed run has done that."""
-        if self.cfg.engine == "worker":
+        if self.beside:
             self.rollout.pump()
         if self.step == 0 and self.cfg.eval_every:
             self.evaluation = self.before = self.evaluate()

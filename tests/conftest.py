@@ -21,3 +21,14 @@ def tiny_model():
     from nanorl import tiny
 
     return tiny.model(seed=0).eval(), tiny.tokenizer()
+
+
+@pytest.fixture(scope="session")
+def real_server(tmp_path_factory):
+    """A vLLM server with the small model of tests/server.py, shared by all tests that need one; see RealServer."""
+    from tests.server import RealServer
+
+    server = RealServer(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.close()

@@ -21,13 +21,14 @@ from nanorl import launch as launching
 from nanorl.algorithms import ALGORITHMS, chosen
 from nanorl.axes import FOREIGN, Axes, flat
 from nanorl.cli import command, describe, parse
-from nanorl.config import Config, Refused, dashed, divisors_near
+from nanorl.config import Config, Refused, Remote, dashed, divisors_near
 from nanorl.pace import Pace
 from tests.worlds import changed
 
 ROOT = Path(__file__).resolve().parents[1]
-PACE, AXES = ([dashed(name) for name, _ in flat(group())] for group in (Pace, Axes))
-JOB = [dashed(name) for name, _ in flat(Config()) if not name.startswith("pace.")]
+PACE, REMOTE, AXES = ([dashed(name) for name, _ in flat(group())] for group in (Pace, Remote, Axes))
+JOB = [dashed(name) for name, _ in flat(Config()) if not name.startswith(("pace.", "remote."))]
+EVERY = JOB + PACE + REMOTE + AXES
 PAGE = {name: "ppo" if row.critic else "grpo" for name, row in ALGORITHMS.items()}  # whose script runs it
 
 
@@ -99,9 +100,9 @@ def test_help_shows_every_flag_of_the_job_with_its_rule_and_at_most_35(capsys):
 def test_the_axes_that_an_algorithm_looks_at_are_a_second_group(capsys, name):
     shown = helped(capsys, name)
     used = [dashed(axis) for axis, _ in flat(Axes()) if axis.split(".")[0] not in ALGORITHMS[name].unused()]
-    assert set(shown) == {*JOB, *PACE, *used}
+    assert set(shown) == {*JOB, *PACE, *REMOTE, *used}
     assert f"(default: {ALGORITHMS[name].axes.aggregation})" in shown["--aggregation"]  # its own, not grpo's
-    for flag in PACE + used:
+    for flag in PACE + REMOTE + used:
         assert re.search(r"[a-z].{15,}\.\)? *\(default: ", shown[flag]), f"{flag} has no text"
 
 
@@ -117,12 +118,12 @@ except SystemExit as exit:
     assert "--prompts-per-step" in said and said.splitlines()[-1] == "0 set()"
 
 
-@pytest.mark.parametrize("flag", [flag for flag in JOB + PACE + AXES if len(flag) > 4])
+@pytest.mark.parametrize("flag", [flag for flag in EVERY if len(flag) > 4])
 def test_a_misspelt_flag_is_refused_with_the_right_one(capsys, flag):
     middle = len(flag) // 2
     before, (a, b), after = flag[:middle], flag[middle : middle + 2], flag[middle + 2 :]
     wrong = before + b + (a if len(flag) > 7 and len(flag) % 2 else "") + after  # two letters swapped, or one left out
-    if wrong not in JOB + PACE + AXES:
+    if wrong not in EVERY:
         with pytest.raises(SystemExit) as exit:
             parse([wrong, "1"])
         assert exit.value.code == 2 and f" {flag} " in capsys.readouterr().err.replace("\n", " ")
@@ -131,7 +132,7 @@ def test_a_misspelt_flag_is_refused_with_the_right_one(capsys, flag):
 @pytest.mark.parametrize("name", FOREIGN)
 def test_names_of_other_libraries_are_answered_with_ours(name):
     ours = FOREIGN[name]
-    assert ours in JOB + PACE + AXES and f"--{name}" not in JOB + PACE + AXES
+    assert ours in EVERY and f"--{name}" not in EVERY
     for words in ([f"--{name}", "1"], [f"--{name}=1"], ["grpo", "--steps", "3", f"--{name.replace('-', '_')}", "1"]):
         with pytest.raises(Refused, match=f"--{name}: .* {ours}$"):
             parse(words)
@@ -160,7 +161,9 @@ VALUES = {
     "task": st.sampled_from(["arithmetic", "gsm8k", "jsonl"]), "reward": st.sampled_from(["exact", "number"]),
     "digits": st.integers(1, 12), "stop": st.lists(texts(listed=True), min_size=1, max_size=3).map(tuple),
     "temperature": st.floats(0.05, 100), "lr_schedule": st.sampled_from(["constant", "linear", "cosine"]),
-    "engine": st.sampled_from(["local", "worker"]), "pace.max_lag": st.sampled_from([0, 3, "inf"]),
+    "remote.servers": st.sampled_from([("http://a:1",), ("http://127.0.0.1:8000", "https://b")]), "remote.weights": texts(),
+    "remote.transport": st.just("disk"), "remote.mismatch": positive, "remote.patience": positive,
+    "engine": st.sampled_from(["local", "worker", "vllm"]), "pace.max_lag": st.sampled_from([0, 3, "inf"]),
     "pace.delay": st.sampled_from([0, 2, "inf"]), "pace.dynamic_sampling": st.sampled_from(["refill", "shrink"]),
     "pace.overtake": st.sampled_from([0, 1]), "pace.max_failed": st.floats(0, 1), "pace.deadline": positive,
     "pace.restart_engine": st.just(True), "pace.engine_device": texts(), "dtype": st.sampled_from(["float32", "bfloat16"]), "eval_only": st.just(True),
@@ -204,8 +207,12 @@ def again(name, cfg, axes):
 def test_the_printed_command_gives_the_same_settings_again(name, data):
     """Of the job and of the axes, nested ones, none and infinity among them."""
     job, others = data.draw(some_of(Config)), data.draw(some_of(Axes, ALGORITHMS[name].unused()))
-    pace = Pace(**{flag.removeprefix("pace."): job.pop(flag) for flag in [*job] if flag.startswith("pace.")})
-    cfg, axes = config.resolved(Config(**{**ALGORITHMS[name].job, **job, "pace": pace})), changed(ALGORITHMS[name].axes, **others)
+    if "remote.servers" in job:
+        job["engine"] = "vllm"
+    parts = {part: {flag.removeprefix(f"{part}."): job.pop(flag) for flag in [*job] if flag.startswith(f"{part}.")}
+             for part in ("pace", "remote")}  # fmt: skip
+    job |= {"pace": Pace(**parts["pace"]), "remote": Remote(**parts["remote"])}
+    cfg, axes = config.resolved(Config(**{**ALGORITHMS[name].job, **job})), changed(ALGORITHMS[name].axes, **others)
     try:
         config.check(name, cfg, axes)
     except Refused:
@@ -285,7 +292,7 @@ def test_the_derived_counts_are_printed(prompts, samples, updates, epochs, steps
     said, axes = describe("train_grpo.py", "grpo", cfg, Axes()), chosen("grpo", Axes()).axes
     count = "1 update a step" if updates * epochs == 1 else f"{updates * epochs} updates a step"
     assert f"{prompts * samples} samples = {prompts} prompts × {samples}; {count}" in said
-    for setting, value in [(name.removeprefix("pace."), value) for name, value in flat(cfg) + flat(axes)]:
+    for setting, value in [(name.removeprefix("pace.").removeprefix("remote."), value) for name, value in flat(cfg) + flat(axes)]:
         unused = setting.split(".")[0] in ALGORITHMS["grpo"].unused()
         assert bool(re.search(rf"(^|\s){setting}={re.escape(repr(value))}(\s|$)", said)) != unused
 
@@ -321,6 +328,14 @@ def test_the_task_sets_the_length_limit_where_the_flags_do_not(task, digits, lim
     ("--eps-high nan", r"^--eps-high nan: "), ("--kl-weight -1", r"^--kl-weight -1.0: "),
     ("--reward-norm.eps 0", r"^--reward-norm.eps 0.0: "), ("--adv-norm.eps nan", r"^--adv-norm.eps nan: "),
     ("ppo", r"^ppo: it has a critic; python train_ppo.py ppo$"),
+    ("--engine vllm", r"^--engine vllm: name its servers, --servers http"),
+    ("--servers http://a:1", r"^--servers: only --engine vllm has servers"),
+    ("--prove-every 2", r"^--prove-every: only --engine vllm has servers"),
+    *((f"--engine vllm --servers {url}", rf"^--servers {url.split()[-1]}: must be addresses") for url in (
+        "a:1", "ftp://a", "http://", "http://a:1 http://b:1 http://a:1")),
+    *((f"--engine vllm --servers http://a:1 {flag}", rf"^{flag}") for flag in (
+        "--mismatch 0.0", "--mismatch inf", "--prove-every 0", "--patience nan", "--weights folder", "--restart-engine",
+        "--delay 2")),
     ("--length-limit 0", r"^--length-limit 0: "), ("--digits 13", r"^--digits 13: 1 to 12"),
     ("--task jsonl", r"^--task jsonl needs --data FILE"),
     ("--task gsm8k --model M", r"^--task gsm8k needs --data FILE"),

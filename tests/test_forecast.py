@@ -186,6 +186,16 @@ def test_runs_are_printed_with_the_error_of_the_prediction(tmp_path, capsys):
         assert line.startswith(run[-31:])
 
 
+@pytest.mark.parametrize("changed, says", [({"engine": "vllm"}, "vLLM's servers do not tell"),
+                                           ({"pace": vars(Pace(delay=2))}, "lag given, not found")])  # fmt: skip
+def test_runs_that_say_too_little_are_refused(tmp_path, changed, says):
+    path = folder(tmp_path, "worker", 0, uneven)
+    saved = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**saved, "config": {**saved["config"], **changed}}))
+    with pytest.raises(Refused, match=says):
+        measure(path)
+
+
 def test_flags_beside_a_run_are_changes_of_it(tmp_path, capsys):
     """A run in turn, asked what a lag would do: engine and trainer get a device each, all else is as it was measured."""
     path = folder(tmp_path, "local", 0, uneven)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from nanorl.algorithms import ALGORITHMS
 from nanorl.axes import Axes, Correction
-from nanorl.metrics import average, step_metrics
+from nanorl.metrics import PUBLISH, average, published, step_metrics
 from nanorl.objective import READS, Algorithm
 from nanorl.sample import Batch, Group, Prompt, Sample, collate
+from nanorl.timeline import Span
 
 torch.set_num_threads(1)
 VERSION, LOW, HIGH = 5, 0.2, 0.28
@@ -104,9 +105,9 @@ def bounded(rho: float, how: Correction) -> float:
 def oracle(groups: list[Group], batch: Batch, logp: torch.Tensor, axes: Axes) -> dict[str, float]:
     """notes/metrics.md, line by line, as loops over plain numbers."""
     rows = [s for group in groups for s in group.samples if s.train]
-    out: dict[str, list[float]] = {k: [] for k in ("adv", "lag", "ratio", "low", "high", "dual", "prox", "ref", "mismatch",
-                                                   "surprise", "length", "passed", "token", "factor", "kept", "value",
-                                                   "returns", "left")}  # fmt: skip
+    out: dict[str, list[float]] = {k: [] for k in (
+        "adv", "lag", "ratio", "low", "high", "dual", "prox", "ref", "mismatch", "apart", "surprise", "length", "passed",
+        "token", "factor", "kept", "value", "returns", "left")}  # fmt: skip
     for i, s in enumerate(rows):
         at = [t for t, sampled in enumerate(s.mask) if sampled]
         a, new, mu, measured, value, returns = ([float(x[i, t]) for t in at] for x in (
@@ -139,6 +140,8 @@ def oracle(groups: list[Group], batch: Batch, logp: torch.Tensor, axes: Axes) ->
             q = math.exp(float(batch.logp_ref[i, t]) - new[k])  # π_ref/π_θ
             out["ref"].append(q - 1 - math.log(q))
             out["mismatch"].append(abs(start[k] - mu[k]))
+            rho_token = math.exp(start[k] - mu[k])
+            out["apart"].append(rho_token - 1 - math.log(rho_token))
             out["factor"].append(bounded(rho[k], axes.correction))
     by_group = [[s.reward for s in group.samples if s.train] for group in groups]
     by_group = [r for r in by_group if r]
@@ -149,7 +152,8 @@ def oracle(groups: list[Group], batch: Batch, logp: torch.Tensor, axes: Axes) ->
         "adv/mean": mean(out["adv"]), "adv/std": std(out["adv"], NAN),
         "clip/low": mean(out["low"]), "clip/high": mean(out["high"]),
         "clip": mean(out["low"]) + mean(out["high"]) + mean(out["dual"]),
-        "kl/prox": mean(out["prox"]), "kl/ref": mean(out["ref"]), "entropy": mean(out["surprise"]),
+        "kl/prox": mean(out["prox"]), "kl/ref": mean(out["ref"]), "mismatch/kl": mean(out["apart"]),
+        "entropy": mean(out["surprise"]),
         "repeat/token": max(Counter(out["token"]).values(), default=NAN) / max(len(out["token"]), 1),
         "truncated": mean(s.finish == "length" for s in rows), "trained_rows": mean(out["passed"]),
         "samples": len(rows), "tokens": sum(out["length"]), "value/mean": mean(out["value"]),
@@ -315,7 +319,7 @@ def test_where_π_prox_was_interpolated_nothing_is_said_about_it():
     batch, logp = batch_of(GROUPS, 1)
     batch, algo = replace(batch, logp_prox=None, value=None), ALGORITHMS["decoupled_loglinear"]
     one, two = (step_metrics(GROUPS, batch, logp, algo, updates) for updates in (1, 2))
-    about = {"ratio/mean", "ratio/max", "clip", "clip/low", "clip/high", "kl/prox", "mismatch/mean", "mismatch/max",
+    about = {"ratio/mean", "ratio/max", "clip", "clip/low", "clip/high", "kl/prox", "mismatch/mean", "mismatch/max", "mismatch/kl",
              "correction/mean", "correction/max", "correction/masked"}  # fmt: skip
     assert about <= one.keys() and one == two | {key: one[key] for key in about} and not about & two.keys()
 
@@ -325,7 +329,7 @@ def test_where_π_prox_moved_away_unmeasured_only_what_is_told_by_the_sampler_is
     batch, logp = batch_of(GROUPS, 1)
     batch, algo = replace(batch, value=None), algorithm(prox="behave")
     one, two = (step_metrics(GROUPS, replace(batch, logp_prox=None), logp, algo, updates) for updates in (1, 2))
-    about = {"kl/prox", "mismatch/mean", "mismatch/max"}
+    about = {"kl/prox", "mismatch/mean", "mismatch/max", "mismatch/kl"}
     assert one == two | {key: one[key] for key in about} and not about & two.keys() and "ratio/max" in two
     assert about <= step_metrics(GROUPS, batch, logp, algo, 2).keys()  # measured
 
@@ -368,3 +372,13 @@ def test_nan_abstains_from_the_mean_and_is_counted():
     means = average([("style", v) for v in (0.5, NAN, NAN, 0.8)])
     assert means == {"style": pytest.approx(0.65), "style/abstained": 2}
     assert average([("style", NAN)]) == {"style/abstained": 1}
+
+
+def test_what_publishes_took_is_their_mean_and_the_largest_mismatch():
+    took = [{**dict.fromkeys(PUBLISH, float(n)), "mismatch": m} for n, m in ((1, 0.5), (4, 0.25))]
+    spans = [Span("engine 0", "sync", 0, 1, took[0]), Span("engine 1", "interrupt", 0, 2, took[1]),
+             Span("engine 0", "generate", 1, 2, {"rows": 3})]  # fmt: skip
+    assert published(spans) == {**{f"sync/{part}": 2.5 for part in PUBLISH}, "sync/mismatch": 0.5}
+    assert published(spans[2:]) == {}
+    unproven = [Span("engine 0", "sync", 0, 1, {part: 2.0 for part in PUBLISH})]
+    assert published(unproven) == {f"sync/{part}": 2.0 for part in PUBLISH}

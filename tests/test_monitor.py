@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from nanorl import monitor
+from nanorl import metrics, monitor
 from nanorl.axes import Correction
 from nanorl.config import Refused
 from nanorl.metrics import step_metrics
@@ -204,14 +204,15 @@ def test_the_page_defines_exactly_the_keys_that_exist(tmp_path):
     written = set().union(*read(tmp_path / "metrics.jsonl")) - {"worked", "gradient_cosine"}
     trainer = {"loss", "lr", "value/loss", "value/lr", "value/grad_norm", "eval/greedy", "eval/pass@k", "eval/length",
                "eval/truncated", "reward/all", "seconds/publish", "seconds/save", "util/train", "util/engine/0",
-               *(f"buffer/{what}" for what in ("waiting", "making", "filtered", "failed", "left_out"))}  # fmt: skip
+               *(f"buffer/{what}" for what in ("waiting", "making", "filtered", "failed", "left_out")),
+               *(f"sync/{what}" for what in (*metrics.PUBLISH, "mismatch"))}  # fmt: skip
     page = PAGE.read_text()
     rows = re.findall(r"^\| `(\S+)`( ●)? \|(.*)\|$", page, re.MULTILINE)
     defined = [key for key, _, _ in rows if not key.startswith("trpo/")]  # those the natural step logs itself
     assert len(defined) == len(set(defined)) and set(defined) == written | trainer
     assert all(len(rest.replace(r"\|", "").split("|")) == 4 for _, _, rest in rows)  # meaning, unit, healthy, broken
     assert {key for key, mark, _ in rows if mark} == {key for _, _, key, _ in monitor.COLUMNS}
-    assert KEYS == {key for key in defined if not key.startswith(("seconds/", "eval/", "util/", "buffer/"))}
+    assert KEYS == {key for key in defined if not key.startswith(("seconds/", "eval/", "util/", "buffer/", "sync/"))}
 
 
 # The console

@@ -35,8 +35,8 @@ LOCAL = ("the local engine samples with the weights in training, so nothing is e
     (Pace(delay=2), "worker", "--delay 2: only --engine local delays its weights; with worker the bound is --max-lag"),
     (Pace(delay="inf"), "worker", "--delay inf: only --engine local delays its weights; with worker the bound is --max-lag"),
     (Pace(max_lag="inf"), "worker", "--max-lag inf: nothing would end sampling ahead; add --in-flight, a number of prompts"),
-    (Pace(restart_engine=True), "local", "--restart-engine: there is no engine process with --engine local; add --engine worker"),
-    (Pace(engine_device="cpu"), "local", "--engine-device: there is no engine process with --engine local; add --engine worker"),
+    (Pace(restart_engine=True), "local", "--restart-engine: there is no engine process with --engine local; take --engine worker"),
+    (Pace(engine_device="cpu"), "local", "--engine-device: there is no engine process with --engine local; take --engine worker"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_line_that_begins_with_its_flag(pace, engine, says):
     assert wrong(pace, engine, P) == says

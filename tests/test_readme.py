@@ -82,8 +82,9 @@ def test_other_commands_of_the_readme_name_what_is_there():
 
 
 def test_what_is_imported_is_what_the_requirements_install():
-    required = re.findall(r"^[\w-]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    with_transformers = {"safetensors", "tokenizers", "httpx", "jinja2"}  # and torch: chat templates need jinja2
+    both = "".join((ROOT / name).read_text() for name in ("requirements.txt", "requirements-vllm.txt"))
+    required = re.findall(r"^[\w-]+", both, re.MULTILINE)
+    with_transformers = {"safetensors", "tokenizers", "jinja2"}  # and torch: chat templates need jinja2
     known = {*required, *with_transformers, *sys.stdlib_module_names}
     imported = {name.split(".")[0] for tree in TREES.values() for node in ast.walk(tree) for name in (
         [alias.name for alias in node.names] if isinstance(node, ast.Import) else
