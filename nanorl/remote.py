@@ -126,5 +126,6 @@ def read(choice: dict[str, Any]) -> Completion:
     logp = tuple(token["logprob"] for token in choice["logprobs"]["content"])
     if min(logp) <= -9999:  # what vLLM says for NaN and −∞
         raise FloatingPointError("log-probs are not finite: the weights are broken; lower --lr, take a checkpoint")
-    version = [int(span["version"]) for span in choice["weight_versions"] for _ in range(span["start"], span["end"])]
+    spans = [(int(span["version"].rpartition(".")[2]), span["end"] - span["start"]) for span in choice["weight_versions"]]
+    version = [number for number, tokens in spans for _ in range(tokens)]
     return Completion(tuple(choice["token_ids"]), logp, tuple(version), choice["finish_reason"])

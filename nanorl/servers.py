@@ -26,7 +26,7 @@ from nanorl.config import Lost, Refused, Remote
 from nanorl.engine import Completion, Sampling, broken
 from nanorl.policy import Policy
 from nanorl.remote import HANG, Left, Server, body_of
-from nanorl.snapshot import Weights, snapshot
+from nanorl.snapshot import Weights, label, snapshot
 from nanorl.sync import SERVE, Failed, Link, Unproven
 from nanorl.timeline import Span
 
@@ -150,7 +150,7 @@ class VLLMEngine:
 
     def hold(self, server: Server, version: int) -> None:
         """It is about to load this version."""
-        server.coming = str(version)
+        server.coming = label(version)
 
     def release(self, server: Server) -> None:
         """It goes on with what it has."""
@@ -168,7 +168,7 @@ class VLLMEngine:
         if server.why:
             print(f"{server.url} is in use again, with version {version}", flush=True)
         server.version, server.why = version, ""
-        server.proven.add(str(version))
+        server.proven.add(label(version))
         if self.alone is not None:
             self.alone.cancel()
             self.alone = None

@@ -6,6 +6,7 @@ same with them.
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass
 
@@ -16,6 +17,12 @@ from nanorl.policy import Policy
 from nanorl.transfer import describe, digest, lay_out
 
 PROBE = 64  # tokens
+RUN = secrets.token_hex(4)  # of this process
+
+
+def label(version: int) -> str:
+    """What a server calls this version: versions of another run, which may publish to the same server, are others."""
+    return f"{RUN}.{version}"
 
 
 @dataclass(frozen=True)

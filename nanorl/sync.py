@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig
 from nanorl import transfer
 from nanorl.config import Lost, Refused
 from nanorl.policy import first_line
-from nanorl.snapshot import PROBE, Weights
+from nanorl.snapshot import PROBE, Weights, label
 
 GROWTH, FLOOR = 5, 1e-5  # mismatch of any publish against the run's first, and what is always allowed
 SERVE = "python -m nanorl.serve --model DIR"
@@ -228,7 +228,7 @@ class Link:
         try:
             self.ask("/pause?mode=keep")  # by its default it clears the caches, also those of the requests it freezes
             try:
-                self.ask("/finish_weight_update", {"weight_version": str(version)})
+                self.ask("/finish_weight_update", {"weight_version": label(version)})
             except Failed as error:
                 raise Unproven(f"{self.url}: version {version} was not loaded to the end ({error})") from None
         finally:
@@ -256,7 +256,7 @@ class Link:
         except Failed as error:
             raise Unproven(f"{what}: the probe failed ({error})") from None
         versions = {span["version"] for span in answer["choices"][0]["weight_versions"]}
-        if versions != {str(weights.version)}:
+        if versions != {label(weights.version)}:
             raise Unproven(f"{what}: the server says that it samples with {', '.join(sorted(versions))}")
         scored = zip(weights.probe.ids[1:], answer["prompt_logprobs"][1:])
         theirs = torch.tensor([by_id[str(token)]["logprob"] for token, by_id in scored], dtype=torch.float64)

@@ -209,18 +209,23 @@ def test_what_has_no_room_is_refused_and_what_just_has_is_not(it):
 
 def test_interrupted_again_and_again_every_token_is_of_the_weights_whose_version_it_carries(it):
     """Nothing is thrown away, nothing sampled twice; versions only grow, and each is acknowledged in its turn."""
-    jobs = jobs_of(new=1500 if it.kind == "vllm" else 200)
-    kept = {it.engine.version: weights(it.policy)}
+    kept, jobs, got = {it.engine.version: weights(it.policy)}, [], []
 
-    async def interrupted():
-        running = asyncio.ensure_future(answers(it.engine, jobs))
-        while not running.done() and len(kept) < 6:
+    async def publishing():
+        while len(kept) < 6:
             await asyncio.sleep(0.05)
             spread(it.policy.model, 50 + len(kept))
             kept[await publish(it)] = weights(it.policy)
-        return await running
 
-    got = in_time(it, interrupted())
+    async def interrupted():
+        others = asyncio.ensure_future(publishing())
+        while not others.done():  # so something is in flight whenever new weights come, however long they take
+            more = jobs_of(new=200, keys=len(jobs))
+            got.extend(await answers(it.engine, more))
+            jobs.extend(more)
+        await others
+
+    in_time(it, interrupted())
     assert all(list(c.version) == sorted(c.version) for c in got) and max(len(set(c.version)) for c in got) > 1
     assert [(len(c.ids), c.finish) for c in got] == [(how.max_new_tokens, "length") for _, how in jobs]
     assert it.acknowledged == ([*kept][1:] if it.kind != "local" else [])

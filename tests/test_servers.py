@@ -22,6 +22,7 @@ from nanorl.config import Lost, Refused, Remote
 from nanorl.engine import Broken, Sampling
 from nanorl.remote import body_of, read
 from nanorl.servers import VLLMEngine
+from nanorl.snapshot import label
 from nanorl.sync import Link
 from tests.server import free_port, small, spread
 from tests.test_delayed import weights
@@ -206,7 +207,7 @@ def nothing_loaded(monkeypatch, when):
     ask = Link.ask
 
     def asked(link, path, body=None):
-        if path == "/finish_weight_update" and when(int(body["weight_version"])):
+        if path == "/finish_weight_update" and when(int(body["weight_version"].rpartition(".")[2])):
             return ask(link, "/update_weight_version", {"new_version": body["weight_version"]})
         return ask(link, path, body)
 
@@ -344,7 +345,7 @@ def test_what_came_of_a_version_whose_proof_fails_is_thrown_away_and_asked_again
 
         async def posted(*given, **named):
             reply = await post(*given, **named)
-            if server.coming == "1":
+            if server.coming == label(1):
                 early.append(reply.json()["choices"][0]["weight_versions"][-1]["version"])
             return reply
 
@@ -359,7 +360,7 @@ def test_what_came_of_a_version_whose_proof_fails_is_thrown_away_and_asked_again
     with running(real_server.url) as it:
         got = in_time(it, unproven())
         check(jobs, got, it.kept)
-        assert failures and "1" in early
+        assert failures and label(1) in early
         assert it.acknowledged == [0, 1] and not it.failed
     assert "version 1: its log-probs differ" in capsys.readouterr().err
 
@@ -368,14 +369,14 @@ def test_what_came_of_a_version_whose_proof_fails_is_thrown_away_and_asked_again
 def test_what_another_run_brought_to_the_server_is_not_taken_for_ours(real_server, capsys):
     async def used_by_two():
         await publish(it, 0)
-        it.engine.servers[0].link.ask("/update_weight_version", {"new_version": "77"})
+        it.engine.servers[0].link.ask("/update_weight_version", {"new_version": "12345678.0"})  # the same number
         return await answers(it.engine, jobs_of())
 
     with running(real_server.url) as it:
         got = in_time(it, used_by_two())
         check(jobs_of(), got, it.kept)
         assert {v for c in got for v in c.version} == {0} and it.acknowledged == [0]
-    assert "'77', which this run has not published" in capsys.readouterr().err
+    assert "'12345678.0', which this run has not published" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanorl.config import Lost, Refused
-from nanorl.snapshot import PROBE, Probe, snapshot
+from nanorl.snapshot import PROBE, Probe, label, snapshot
 from nanorl.sync import FLOOR, Failed, Link, Unproven
 from tests.server import free_port
 from tests.test_receive import moved, tied
@@ -76,7 +76,7 @@ def test_each_version_is_what_the_server_generates_with(links, transport):
         logp = [entry["logprob"] for entry in answer["logprobs"]["content"]]
         wanted = scored(policy, PROMPT + answer["token_ids"], len(PROMPT))
         torch.testing.assert_close(torch.tensor(logp), wanted, atol=5e-5, rtol=0)
-        assert answer["weight_versions"] == [{"version": str(version), "start": 0, "end": 12}]
+        assert answer["weight_versions"] == [{"version": label(version), "start": 0, "end": 12}]
 
 
 @slow
@@ -108,7 +108,7 @@ def test_the_server_generates_while_it_receives_and_is_told_of_before_it_is_paus
 
     link.group.broadcast = later
     link.publish(new, hold)
-    assert [span["version"] for span in during[0]["weight_versions"]] == ["1"]
+    assert [span["version"] for span in during[0]["weight_versions"]] == [label(1)]
     assert held == [("whole", False)] and holds(link, new)
 
 
@@ -255,7 +255,7 @@ def interrupted(link, policies, count=800):
                 loading = threading.Thread(target=link.load, args=(2,))
                 loading.start()
     loading.join()
-    assert [span["version"] for span in spans] == ["1", "2"] and spans[0]["end"] == spans[1]["start"]
+    assert [span["version"] for span in spans] == [label(1), label(2)] and spans[0]["end"] == spans[1]["start"]
     return ids, torch.tensor(logp), spans[0]["end"]
 
 
