@@ -58,10 +58,11 @@ def shared(threads: int) -> int:
 
 def vllm(run: Run) -> Engine:
     """vLLM servers. One on this machine and its CPUs works beside the trainer."""
+    from nanorl.serve import LOOPBACK
     from nanorl.servers import VLLMEngine
 
     remote = run.cfg.remote
-    here = any(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in remote.servers)
+    here = any(urlsplit(url).hostname in LOOPBACK for url in remote.servers)
     if here and run.device == "cpu" and run.cfg.pace.stale:
         shared(torch.get_num_threads())
     folder = run.folder / "weights" if remote.weights is None else Path(remote.weights)

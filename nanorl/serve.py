@@ -136,22 +136,32 @@ def end(process: subprocess.Popen, ask: bool) -> None:
     process.wait()
 
 
-def reach(host: str, port: int, url: str) -> str:
+def address(host: str, port: int) -> str:
+    """Where a server that listens at this host answers: one that listens everywhere does so on its own machine, too.
+
+    >>> address("10.0.0.2", 8000), address("0.0.0.0", 8000), address("::", 8000)
+    ('http://10.0.0.2:8000', 'http://127.0.0.1:8000', 'http://[::1]:8000')
+    """
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def reach(host: str, port: int) -> str:
     """What to know of a server that others can reach."""
     return (f"warning: whoever reaches {host}:{port} can replace the weights and read what is generated. Safer: leave "
             f"--host away, and on the trainer's machine ssh -N -L {port}:127.0.0.1:{port} THIS-MACHINE, with "
-            f"--servers {url} --transport disk")  # fmt: skip
+            f"--servers http://127.0.0.1:{port} --transport disk")  # fmt: skip
 
 
 def serve(argv: list[str]) -> int:
     """Start vLLM, say when it is ready, wait for its end or a signal, whose number it returns. Raises Refused, Lost."""
     ours, others = flags(argv)
     refuse(ours.model, ours.host, ours.port)
-    model, cpu, url = ours.model or warm_start(), on_cpu(), f"http://127.0.0.1:{ours.port}"
+    model, cpu, url = ours.model or warm_start(), on_cpu(), address(ours.host, ours.port)
     log = ours.log or Path("runs") / f"serve-{ours.port}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     if ours.host not in LOOPBACK:
-        print(reach(ours.host, ours.port, url), file=sys.stderr, flush=True)
+        print(reach(ours.host, ours.port), file=sys.stderr, flush=True)
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: asked.append(number))

@@ -133,7 +133,7 @@ def test_without_a_model_it_serves_what_a_run_starts_from_without_one(playing, m
 
 
 def test_who_listens_elsewhere_is_told_what_that_means_and_of_a_tunnel():
-    line = serve.reach("0.0.0.0", 8123, "http://127.0.0.1:8123")
+    line = serve.reach("0.0.0.0", 8123)
     assert "replace the weights" in line and "ssh -N -L 8123:127.0.0.1:8123" in line and "\n" not in line
 
 
