@@ -217,8 +217,11 @@ def refuse_servers(cfg: Config) -> None:
         raise Refused("--engine vllm: name its servers, --servers http://127.0.0.1:8000; "
                       "python -m nanorl.serve starts one")  # fmt: skip
     for url in remote.servers:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or remote.servers.count(url) > 1:
+        try:
+            good = urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname and urlsplit(url).port != 0
+        except ValueError:  # a port that is no number, or too large
+            good = False
+        if not good or remote.servers.count(url) > 1:
             raise Refused(f"--servers {url}: must be addresses like http://127.0.0.1:8000, each once")
     if remote.weights is not None and remote.transport != "disk":
         raise Refused(f"--weights {remote.weights}: only --transport disk writes there; add it")

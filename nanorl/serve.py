@@ -69,6 +69,8 @@ def refuse(model: str | None, host: str, port: int) -> None:
         raise Refused(f"--model {model}: no such folder")
     if model is not None and Path(model).exists() and not (Path(model) / "config.json").is_file():
         raise Refused(f"--model {model}: no config.json there; name a folder with config.json and model.safetensors")
+    if not 0 < port < 2**16:
+        raise Refused(f"--port {port}: must be from 1 to 65535")
     try:
         with socket.create_server((host, port)):
             pass

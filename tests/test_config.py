@@ -332,7 +332,7 @@ def test_the_task_sets_the_length_limit_where_the_flags_do_not(task, digits, lim
     ("--servers http://a:1", r"^--servers: only --engine vllm has servers"),
     ("--prove-every 2", r"^--prove-every: only --engine vllm has servers"),
     *((f"--engine vllm --servers {url}", rf"^--servers {url.split()[-1]}: must be addresses") for url in (
-        "a:1", "ftp://a", "http://", "http://a:1 http://b:1 http://a:1")),
+        "a:1", "ftp://a", "http://", "http://a:99999", "http://a:b", "http://a:1 http://b:1 http://a:1")),
     *((f"--engine vllm --servers http://a:1 {flag}", rf"^{flag}") for flag in (
         "--mismatch 0.0", "--mismatch inf", "--prove-every 0", "--patience nan", "--weights folder", "--restart-engine",
         "--delay 2")),

@@ -71,6 +71,7 @@ def test_what_cannot_be_served_is_refused_in_one_line_before_anything_starts(fol
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"--port {port}: cannot listen there" in refused(capsys, "--model", folder, "--port", port)
+    assert "--port 99999: must be from 1 to 65535" in refused(capsys, "--model", folder, "--port", 99999)
     assert "another" in refused(capsys, "--model", folder, "--host", "192.0.2.1")
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
     line = refused(capsys, "--model", folder)
