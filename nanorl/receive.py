@@ -141,6 +141,7 @@ class Extension:
         return {"config": json.loads(config.hf_text_config.to_json_string(use_diff=False)),
                 "dtype": str(config.dtype).removeprefix("torch."), "device": self.device.type,
                 "logprobs": config.logprobs_mode, "room": config.max_model_len,
+                "policy": self.vllm_config.scheduler_config.policy,
                 "workers": self.parallel_config.world_size,
                 "receiver": isinstance(self.weight_transfer_engine, Receiver)}  # fmt: skip
 

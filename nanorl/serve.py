@@ -28,6 +28,7 @@ from nanorl.config import Lost, Refused
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GRACE = 20.0  # seconds that vLLM gets to end by itself
 OPTIONS = (
+    "--scheduling-policy=priority",  # the probe of new weights goes before the answers that wait
     "--enable-scale-out",  # /inference/v1/generate: token ids in, token ids out
     "--logprobs-mode=processed_logprobs",  # after the temperature, as the trainer's are
     "--generation-config=vllm",  # else the folder's generation_config.json sets top-p and top-k in silence
@@ -35,6 +36,10 @@ OPTIONS = (
     '--weight-transfer-config={"backend": "nanorl"}',
     "--dtype=float32",  # as the trainer's weights; --dtype bfloat16 overrides it, and needs the trainer's --mismatch
 )
+# On a CPU one process schedules and computes. Of two, each waits for the other in a loop that never sleeps: they take the
+# cores from the trainer, and on a busy machine pause and new weights come through only when nothing is left to sample.
+CPU_EXECUTOR = "--distributed-executor-backend=uni"
+SHARED = ("--tensor-parallel-size", "--pipeline-parallel-size", "-tp", "-pp")  # several workers: one process does not do
 SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # dev mode: the endpoints that take weights
 CPU_OPTIONS = (
     "--enforce-eager",  # compiling takes longer than it saves
@@ -42,6 +47,8 @@ CPU_OPTIONS = (
 )
 CPU_SETTINGS = {  # unless set
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM would take half of the memory
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else it turns uni into mp; the engine has a process all the same
+    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),  # one core for what it schedules, and for the trainer
     "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages: new weights find their memory three times as fast
 }
 
@@ -95,8 +102,10 @@ def on_cpu() -> bool:
 
 def command(model: str, host: str, port: int, others: list[str], cpu: bool) -> list[str]:
     """What starts vLLM. The module works for every package of it; the command `vllm` does not. Last options win."""
+    several = any(word.replace("_", "-").startswith(SHARED) for word in others)
+    chosen = (*CPU_OPTIONS, *(() if several else (CPU_EXECUTOR,))) if cpu else ()
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--host={host}",
-            f"--port={port}", *OPTIONS, *(CPU_OPTIONS if cpu else ()), *others]  # fmt: skip
+            f"--port={port}", *OPTIONS, *chosen, *others]  # fmt: skip
 
 
 def environment(model: str, cpu: bool) -> dict[str, str]:

@@ -112,8 +112,8 @@ class Link:
             raise Refused(f"{flag}: no vLLM server answers ({error}); start one: {SERVE} --port {port}") from None
         except Failed as error:
             raise Refused(f"{flag}: was not started by nanorl ({error}); start it so: {SERVE} --port {port}") from None
-        if not about["receiver"] or about["logprobs"] != "processed_logprobs":
-            raise Refused(f"{flag}: --weight-transfer-config or --logprobs-mode is not nanorl's; "
+        if not about["receiver"] or (about["logprobs"], about["policy"]) != ("processed_logprobs", "priority"):
+            raise Refused(f"{flag}: --weight-transfer-config, --logprobs-mode or --scheduling-policy is not nanorl's; "
                           f"start it so: {SERVE} --port {port}")  # fmt: skip
         ours, theirs = json.loads(config.get_text_config().to_json_string(use_diff=False)), about["config"]
         for field in sorted((ours.keys() | theirs.keys()) - BESIDE):
@@ -251,8 +251,9 @@ class Link:
         """
         what = f"{self.url}: version {weights.version}"
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {"token_ids": weights.probe.ids, "sampling_params": sampling, "priority": -1}  # before all that waits
         try:
-            answer = self.ask("/inference/v1/generate", {"token_ids": weights.probe.ids, "sampling_params": sampling})
+            answer = self.ask("/inference/v1/generate", body)
         except Failed as error:
             raise Unproven(f"{what}: the probe failed ({error})") from None
         versions = {span["version"] for span in answer["choices"][0]["weight_versions"]}

@@ -32,14 +32,3 @@ def real_server(tmp_path_factory):
     server.start()
     yield server
     server.close()
-
-
-PACED = ("test_servers.py", "test_sync.py", "test_receive.py", "test_serve.py", "test_engines.py")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Tests of these files that need a real vLLM server are paced: see the marker."""
-    for item in items:
-        if item.path.name in PACED and item.get_closest_marker("slow"):
-            item.add_marker("paced")

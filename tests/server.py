@@ -55,11 +55,10 @@ class RealServer:
 
     def start(self, *options):
         """Start it; back when it is ready. `said` is what it printed."""
-        core = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", str(max(os.sched_getaffinity(0))))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "nanorl.serve", "--model", self.folder / "model", "--port", str(self.port), "--log",
              self.log, *options], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": core})  # fmt: skip
+            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
         self.said = []
         for line in self.process.stdout:
             self.said.append(line)

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 
@@ -26,8 +27,9 @@ ENGINES = ["local", "worker", pytest.param("vllm", marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module", params=ENGINES)
 def started(request, tmp_path_factory):
-    """An engine of each kind on a loop of its own, with what it told."""
-    it = SimpleNamespace(kind=request.param, loop=asyncio.new_event_loop(), acknowledged=[], failed=[], policy=small())
+    """An engine of each kind on a loop of its own, with what it told; halted(): a pause that was asked for has come."""
+    it = SimpleNamespace(kind=request.param, loop=asyncio.new_event_loop(), acknowledged=[], failed=[], policy=small(),
+                         halted=lambda: True)  # fmt: skip
     folder, told = tmp_path_factory.mktemp("engine"), (it.acknowledged.append, it.failed.append)
     if it.kind == "local":
         it.engine = LocalEngine(it.policy, WORDS)
@@ -40,6 +42,7 @@ def started(request, tmp_path_factory):
         from nanorl.servers import VLLMEngine
 
         remote = Remote(servers=(request.getfixturevalue("real_server").url,))
+        it.halted = lambda: httpx.get(f"{remote.servers[0]}/is_paused", timeout=60).json()["is_paused"]
         it.engine = VLLMEngine(remote, folder, it.policy.model.config, it.loop, *told)
     yield it
     it.engine.close()
@@ -217,12 +220,17 @@ def test_interrupted_again_and_again_every_token_is_of_the_weights_whose_version
             spread(it.policy.model, 50 + len(kept))
             kept[await publish(it)] = weights(it.policy)
 
+    async def asking(i, others):
+        """One request after the other, so that something is in flight whenever new weights come."""
+        while not others.done():
+            job = jobs_of(new=200, keys=len(jobs))[i]
+            completion = await it.engine.generate(*job)
+            jobs.append(job)
+            got.append(completion)
+
     async def interrupted():
         others = asyncio.ensure_future(publishing())
-        while not others.done():  # so something is in flight whenever new weights come, however long they take
-            more = jobs_of(new=200, keys=len(jobs))
-            got.extend(await answers(it.engine, more))
-            jobs.extend(more)
+        await asyncio.gather(*(asking(i, others) for i in range(6)))
         await others
 
     in_time(it, interrupted())
@@ -253,15 +261,17 @@ def test_weights_are_theirs_once_handed_over_whatever_the_trainer_does_next(it):
 
 
 def test_paused_it_samples_nothing_and_resumed_it_goes_on_with_the_newest_weights(it):
-    jobs, kept = jobs_of(new=1500 if it.kind == "vllm" else 120), {it.engine.version: weights(it.policy)}
-    began = time.monotonic()
-    in_time(it, answers(it.engine, jobs[:3]))
+    """A server takes a while to be paused: what it has in the works is far longer than what comes later."""
+    kept, began = {it.engine.version: weights(it.policy)}, time.monotonic()
+    jobs = jobs_of(new=3900 if it.kind == "vllm" else 120)[:3] + jobs_of(new=120)[3:]
+    in_time(it, answers(it.engine, jobs[3:]))
     takes = time.monotonic() - began
 
     async def paused():
         early = asyncio.ensure_future(answers(it.engine, jobs[:3]))
         await asyncio.sleep(0.1 * takes)
         it.engine.pause()
+        await until(it.halted)
         late = asyncio.ensure_future(answers(it.engine, jobs[3:]))
         spread(it.policy.model, 9)
         version = it.engine.version + 1

@@ -60,7 +60,8 @@ def serve(connection, folder):
 
     llm = LLM(folder, dtype="float32", max_model_len=256, enforce_eager=True, logprobs_mode="processed_logprobs",
               generation_config="vllm", weight_transfer_config={"backend": "nanorl"}, enable_prefix_caching=True,
-              worker_extension_cls="nanorl.receive.Extension")  # fmt: skip
+              worker_extension_cls="nanorl.receive.Extension", scheduling_policy="priority",
+              distributed_executor_backend="uni")  # fmt: skip
 
     def score(ids):
         """The log-probs of ids[1:]."""
@@ -157,7 +158,7 @@ def test_it_says_which_model_it_serves_and_how(inside):
     assert all(about["config"][name] == getattr(config, name) for name in ("hidden_size", "vocab_size", "model_type"))
     assert about["config"]["tie_word_embeddings"] == config.tie_word_embeddings
     assert (about["dtype"], about["device"], about["room"], about["workers"]) == ("float32", "cpu", 256, 1)
-    assert about["receiver"] and about["logprobs"] == "processed_logprobs"
+    assert about["receiver"] and about["logprobs"] == "processed_logprobs" and about["policy"] == "priority"
 
 
 def test_after_an_update_it_answers_as_a_fresh_one_with_the_new_weights(inside, tmp_path):

@@ -41,7 +41,14 @@ def test_the_command_has_what_the_trainers_numbers_rely_on_and_the_users_options
     assert given["worker-extension-cls"] == "nanorl.receive.Extension" and "enable-scale-out" in given
     assert given["dtype"] == "bfloat16" and given["max-model-len"] == "99"  # argparse takes the last
     assert command.index("--dtype=float32") < command.index("--dtype=bfloat16")
+    assert given["scheduling-policy"] == "priority"  # sync.prove's probe goes first
     assert ("enforce-eager" in given) == ("no-enable-chunked-prefill" in given) == cpu
+    assert given.get("distributed-executor-backend") == ("uni" if cpu else None)
+
+
+@pytest.mark.parametrize("several", ["--tensor-parallel-size=2", "--tensor_parallel_size", "-tp", "--pipeline-parallel-size"])
+def test_one_process_computes_on_a_cpu_unless_several_share_the_model(several):
+    assert "distributed-executor-backend" not in options(serve.command("DIR", "127.0.0.1", 8123, [several, "2"], True))
 
 
 def test_the_environment_has_our_settings_the_users_others_and_a_way_to_this_package(tmp_path, monkeypatch):
@@ -51,6 +58,7 @@ def test_the_environment_has_our_settings_the_users_others_and_a_way_to_this_pac
     there, hub = (serve.environment(model, True) for model in (str(tmp_path), "owner/name"))
     assert there["VLLM_CPU_KVCACHE_SPACE"] == "7" and there["VLLM_SERVER_DEV_MODE"] == "1"
     assert there["HF_HUB_OFFLINE"] == "1" and "HF_HUB_OFFLINE" not in hub
+    assert there["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"  # with 1 vLLM turns uni into mp on a CPU
     assert there["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     assert "VLLM_CPU_KVCACHE_SPACE" not in serve.environment("DIR", False)

@@ -112,8 +112,8 @@ def impatient(monkeypatch):
     """What hangs is found soon."""
     monkeypatch.setattr(servers, "WATCH", 0.2)
     monkeypatch.setattr(servers, "AGAIN", 0.2)
-    monkeypatch.setattr(servers, "HANG", 5.0)
-    monkeypatch.setattr(remote, "HANG", 5.0)
+    monkeypatch.setattr(servers, "HANG", 12.0)  # a busy machine holds a server up for seconds
+    monkeypatch.setattr(remote, "HANG", 12.0)
 
 
 @contextmanager
@@ -258,8 +258,7 @@ def test_one_of_two_gone_its_requests_go_to_the_other(proxies):
         other.set("cut")
         await publish(it, 0)
         asked = asyncio.ensure_future(answers(it.engine, jobs))
-        await asyncio.sleep(0.5)
-        assert it.engine.servers[0].flying == len(jobs)
+        await until(lambda: it.engine.servers[0].flying == len(jobs))
         one.set("cut")
         other.set("pass")
         return await asked
@@ -331,7 +330,7 @@ def test_what_came_of_a_version_whose_proof_fails_is_thrown_away_and_asked_again
         if weights.version == 1 and not failures:
             failures.append(1)
             end = time.monotonic() + 60
-            while "1" not in early and time.monotonic() < end:  # the proof takes until somebody has been answered
+            while label(1) not in early and time.monotonic() < end:  # the proof takes until somebody has been answered
                 time.sleep(0.01)
         return prove(link, weights)
 
@@ -468,29 +467,32 @@ def test_a_request_goes_where_the_least_is_in_flight_and_to_none_that_loads(prox
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cancelled", "closed"])
 def test_what_nobody_waits_for_any_more_leaves_the_server(real_server, how):
-    def running_there():
-        """Requests that the server has in the works."""
-        (line,) = [line for line in httpx.get(f"{real_server.url}/metrics").text.splitlines()
-                   if line.startswith("vllm:num_requests_running")]  # fmt: skip
-        return float(line.split()[-1])
+    async def works(some):
+        """Until the server has requests in the works, or none."""
+        async with httpx.AsyncClient(timeout=60) as http:
+            while True:
+                text = (await http.get(f"{real_server.url}/metrics")).text
+                (line,) = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+                if (float(line.split()[-1]) > 0) == some:
+                    return
+                await asyncio.sleep(0.02)
 
     async def left():
         await publish(it, 0)
-        asked = asyncio.ensure_future(answers(it.engine, jobs_of(new=LONG)))
-        await until(lambda: running_there() > 0)
-        if how == "cancelled":
-            asked.cancel()
-        else:
+        asked = [asyncio.ensure_future(it.engine.generate(*job)) for job in jobs_of(new=3900)]
+        await works(True)
+        for one in asked if how == "cancelled" else ():
+            one.cancel()
+        if how == "closed":
             it.engine.close()
-        await until(lambda: running_there() == 0)
-        assert how == "cancelled" or not asked.done()  # as with a worker: a run that ends waits for nothing
-        asked.cancel()
+        await works(False)
+        assert how == "cancelled" or not any(one.done() for one in asked)  # as with a worker: nobody is waited for
+        for one in asked:
+            one.cancel()
 
     with running(real_server.url) as it:
-        started = time.monotonic()
         in_time(it, left())
         assert sum(s.args["rows"] for s in it.engine.lap() if s.name == "generate") == 0 and not it.failed
-        assert how == "cancelled" or time.monotonic() - started < 60
 
 
 def test_a_seed_depends_on_the_key_and_fits_a_signed_number():

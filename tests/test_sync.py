@@ -235,7 +235,7 @@ def test_the_first_publish_refuses_a_server_that_scores_otherwise(links):
 # ------------------------------------------------------------------------------------------------ interrupted
 
 
-def interrupted(link, policies, count=800):
+def interrupted(link, policies, count=3000):
     """An answer whose server got new weights after its first tokens: ids, log-probs, spans of versions."""
     weights = [snapshot(policy, version) for version, policy in enumerate(policies, 1)]
     link.publish(weights[0])
