@@ -46,7 +46,7 @@ def test_the_command_has_what_the_trainers_numbers_rely_on_and_the_users_options
     assert given.get("distributed-executor-backend") == ("uni" if cpu else None)
 
 
-@pytest.mark.parametrize("several", ["--tensor-parallel-size=2", "--tensor_parallel_size", "-tp", "--pipeline-parallel-size"])
+@pytest.mark.parametrize("several", ["--tensor-parallel-size=2", "--tensor_parallel_size", "-tp", "-pp"])
 def test_one_process_computes_on_a_cpu_unless_several_share_the_model(several):
     assert "distributed-executor-backend" not in options(serve.command("DIR", "127.0.0.1", 8123, [several, "2"], True))
 
