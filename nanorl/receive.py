@@ -54,10 +54,16 @@ class Update(WeightTransferUpdateInfo):
 
 
 class Staging:
-    """One version on its way into memory of its own, on a thread of its own. `state`: receiving, whole or failed."""
+    """One version on its way into memory of its own, on a thread of its own. `state`: receiving, whole or failed.
 
-    def __init__(self, update: Update, group: Group | None, device: torch.device):
-        self.tensors: dict[str, Tensor] = {}
+    The memory is that of the version before, once that is loaded, if it has the same tensors: new memory costs more than
+    the bytes that go into it.
+    """
+
+    def __init__(self, update: Update, group: Group | None, device: torch.device, before: Staging | None):
+        where = device if group is not None and group.backend == "nccl" else torch.device("cpu")
+        self.kind = (update.tensors, where)
+        self.layout = before.layout if before is not None and before.kind == self.kind else lay_out(update.tensors, where)
         self.state, self.why = "receiving", ""
         threading.Thread(target=self.run, args=(update, group, device), name="new weights", daemon=True).start()
 
@@ -66,21 +72,23 @@ class Staging:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # a thread begins with the first one
-            wrong = self.receive(update, group, device)
+            wrong = self.receive(update, group)
         except Exception as error:  # told to the trainer, who asks for it
             self.why = f"{type(error).__name__}: {error}".splitlines()[0]
         else:
             self.why = f"damaged on the way: {', '.join(wrong)}" if wrong else ""
         self.state = "failed" if self.why else "whole"
 
-    def receive(self, update: Update, group: Group | None, device: torch.device) -> list[str]:
+    def receive(self, update: Update, group: Group | None) -> list[str]:
         """The names of the tensors that have come and are not those that were sent."""
-        layout = lay_out(update.tensors, device if group is not None and group.backend == "nccl" else "cpu")
-        buckets = [bucket for bucket, _ in layout]
-        full = group.broadcast(buckets) if update.path is None else read(update.path, layout)
-        wrong = [name for _, (_, tensors) in zip(full, layout) for name in differing(tensors, update.digests)]
-        self.tensors = {name: tensor for _, tensors in layout for name, tensor in tensors.items()}
-        return wrong
+        buckets = [bucket for bucket, _ in self.layout]
+        full = group.broadcast(buckets) if update.path is None else read(update.path, self.layout)
+        return [name for _, (_, tensors) in zip(full, self.layout) for name in differing(tensors, update.digests)]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What has come, by name."""
+        for _, inside in self.layout:
+            yield from inside.items()
 
 
 def read(path: str, layout: list[tuple[Tensor, dict[str, Tensor]]]) -> Iterator[Tensor]:
@@ -98,6 +106,7 @@ class Receiver(WeightTransferEngine[Meeting, Update]):
     init_info_cls, update_info_cls = Meeting, Update
     group: Group | None = None
     staging: Staging | None = None
+    loaded: Staging | None = None  # its memory is free to receive into
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         """Join the trainer's group: waits for the trainer and the server's other workers."""
@@ -113,15 +122,16 @@ class Receiver(WeightTransferEngine[Meeting, Update]):
 
     def receive_weights(self, update_info: Update) -> None:
         """Begin to receive, and return at once: vLLM generates on this thread."""
-        self.staging = Staging(update_info, self.group, self.device)
+        before, self.loaded = self.loaded, None  # one that is dropped may still be written to: it is not used again
+        self.staging = Staging(update_info, self.group, self.device, before)
 
     def finish_weight_update(self) -> None:
         """Load what is staged. Raises RuntimeError unless it is whole, and then nothing has changed."""
         if self.staging is None or self.staging.state != "whole":
             raise RuntimeError("no whole version of the weights is staged")
-        staging, self.staging = self.staging, None
+        self.loaded, self.staging = self.staging, None
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(staging.tensors.items()))
+        self.model.load_weights(self.loaded.tensors())
         finalize_layerwise_reload(self.model, self.model_config)
         for head in self.model.modules():
             if isinstance(head, ParallelLMHead):  # tied to the embedding it got no tensor, and its packed copy is old
@@ -129,7 +139,7 @@ class Receiver(WeightTransferEngine[Meeting, Update]):
 
     def shutdown(self) -> None:
         """Leave the group and forget what is staged; a thread that still receives ends when the trainer leaves."""
-        self.group, self.staging = None, None
+        self.group, self.staging, self.loaded = None, None, None
 
 
 class Extension:
