@@ -71,9 +71,9 @@ class Scoring:
     """Seconds that the score of one sample may take; then its process is killed and another takes its place."""
     reward_memory: int = 512
     """MiB that the score of one sample may take beside what its process holds at its start. Not on macOS."""
-    on_reward_error: str = "auto"
-    """A sample without a score. drop: it leaves its group; stop: so does the run; a number: that is its reward.
-    auto: drop it where a limit was passed, stop where the reward raised or told no number."""
+    on_reward_error: str = "drop"
+    """A sample without a score. drop: it leaves its group, and the run stops where half have none; stop: the run stops
+    at the first; a number: that is its reward."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def refuse_scoring(scoring: Scoring) -> None:
         ("reward_workers", scoring.reward_workers >= 0, "0 or more"),
         ("reward_seconds", 0.01 <= scoring.reward_seconds < 10**6, "at least 0.01 and below a million"),
         ("reward_memory", scoring.reward_memory >= 1, "at least 1"),
-        ("on_reward_error", how in ("auto", "drop", "stop") or number(how) is not None, "auto, drop, stop or a number"),
+        ("on_reward_error", how in ("drop", "stop") or number(how) is not None, "drop, stop or a number"),
     ):  # fmt: skip
         if not good:
             raise Refused(f"{dashed(flag)} {getattr(scoring, flag)}: must be {must}")

@@ -45,8 +45,8 @@ async def evaluate(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sc
                    progress: Callable[[int], None]) -> tuple[dict[str, float], list[Group]]:  # fmt: skip
     """eval/pass@k for k = 1, 2, 4 … ≤ samples, eval/greedy, answers' mean length and truncated share, and the groups.
 
-    A sample passes if its reward is 1 or more; one without a score does not. Raises what the engine or a reward raises, and TimeoutError when nothing
-    was done for `deadline` seconds.
+    A sample passes if its reward is 1 or more; one without a score does not. Raises what the engine or a reward raises,
+    and TimeoutError when nothing was done for `deadline` seconds.
     """
     done = 0
 

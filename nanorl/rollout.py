@@ -24,6 +24,7 @@ from nanorl.sample import Group, Prompt, Sample
 CLOSING = 10.0  # seconds that a thread gets to end what it does
 TRAIN, EVALUATE = 0, 1  # the streams of random numbers: evaluation never moves what training draws
 
+
 class Unscored(Exception):
     """Raised by a Score: this sample has none, for a reason that is counted. It leaves its group."""
 
