@@ -208,7 +208,7 @@ def check(name: str, cfg: Config, axes: Axes) -> None:
                       f"({cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}); nearest that do: {near}")
     if cfg.seed >= 2**63:
         raise Refused(f"--seed {cfg.seed}: must be below 2**63")
-    if cfg.reward is not None and cfg.reward not in REWARDS:
+    if cfg.reward is not None and ":" not in cfg.reward and cfg.reward not in REWARDS:
         raise Refused(f"--reward {cfg.reward}: no such verifier; there are {', '.join(REWARDS)}")
     if "" in cfg.stop:
         raise Refused("--stop '': the empty text ends every answer at once; leave it out")

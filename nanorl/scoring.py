@@ -248,9 +248,9 @@ class Scorer:
 
 
 def broken(recent: Sequence[str | None]) -> bool:
-    """Of the last WINDOW verdicts' faults more than half of those there are are MISTAKES, or more than WINDOW/2 any fault.
+    """More than half of the last verdicts, or of WINDOW where there were fewer, have no score; MISTAKES count at once.
 
-    A reward that raises at its first verdict is a mistake; one that is slow there may be an exception.
+    So a reward that raises at its very first verdict is broken; one that is slow there may be unlucky.
 
     >>> broken(["nan"]), broken(["timeout"]), broken(["nan", None]), broken(["died"] * 33)
     (True, False, False, True)

@@ -1,8 +1,8 @@
 """What runs in a process that scores? The rewards it was told by name, one verdict after the other, each within limits.
 
-Started by `scoring.py` with the number of an open socket: python -m nanorl.verdict FD. What is said there is JSON with its
-length before it, never a pickle; what a reward prints goes to stderr. The end of the socket ends this process, and the
-kernel does where a verdict takes too long, so that it cannot outlive its trainer, however that ends.
+Started by `scoring_process.py` with the number of an open socket: python -m nanorl.verdict FD. What is said there is
+JSON with its length before it, never a pickle; what a reward prints goes to stderr. The end of the socket ends this
+process, and the kernel does where a verdict takes too long, so that it cannot outlive its trainer, however that ends.
 """
 
 from __future__ import annotations
