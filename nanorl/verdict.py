@@ -124,8 +124,8 @@ def limit_time(seconds: float) -> None:
 
     Two timers, because a reward may use the first itself (signal.alarm; math-verify does) and leave it off.
     """
-    for timer, number, factor in ((signal.ITIMER_REAL, signal.SIGALRM, 1),
-                                  (signal.ITIMER_PROF, signal.SIGPROF, os.cpu_count() or 1)):  # fmt: skip
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for timer, number, factor in ((signal.ITIMER_REAL, signal.SIGALRM, 1), (signal.ITIMER_PROF, signal.SIGPROF, cores)):
         signal.signal(number, signal.SIG_DFL)  # a reward may have left its own handler there
         signal.setitimer(timer, seconds * factor)
 
