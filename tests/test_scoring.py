@@ -233,15 +233,17 @@ def test_what_a_reward_prints_is_no_verdict(acting):
 
 
 def test_three_that_hang_take_nothing_from_twenty_and_both_processes_are_replaced(acting):
-    """One that waits, one that computes in C, one that has its own alarm clock; each has the fixed reward and its reason."""
+    """One that waits, one that computes in C, one that has its own alarm clock: each has the fixed reward, and why."""
     before = {p.process.pid for p in acting.processes}
     completions = [str(i / 4) for i in range(20)]
     for place, what in ((1, "sleep 3600"), (9, "spin"), (10, "handle")):
         completions.insert(place, what)
     told = verdicts(acting, *completions)
     for completion, verdict in zip(completions, told):
-        hangs = completion in ("sleep 3600", "spin", "handle")
-        assert verdict.value == (FIXED if hangs else float(completion)) and verdict.fault == ("timeout" if hangs else None)
+        if completion in ("sleep 3600", "spin", "handle"):
+            assert (verdict.value, verdict.fault) == (FIXED, "timeout")
+        else:
+            assert (verdict.value, verdict.fault) == (float(completion), None)
     scored_by = {int(v.value) for v in verdicts(acting, *["pid"] * 40)}
     while len(acting.processes) < 2:  # the second one's thread is between two processes
         time.sleep(0.01)
@@ -265,7 +267,7 @@ def test_a_reward_that_tells_no_number_is_told_by_its_kind(acting, what, fault, 
 
 @LINUX
 def test_memory_is_limited_verdict_by_verdict(make):
-    """What one takes another cannot miss; what is kept from verdict to verdict goes with its process before it adds up."""
+    """What one takes another cannot miss; what is kept from verdict to verdict goes with its process."""
     scorer = make("act", workers=1)
     told = verdicts(scorer, f"take {MEMORY // 2}", f"take {MEMORY + 1}", f"take {MEMORY // 2}")
     assert [(v.value, v.fault) for v in told] == [(1.0, None), (FIXED, "memory"), (1.0, None)]
@@ -466,7 +468,7 @@ def test_what_has_no_score_does_not_pass_an_evaluation():
     """pass@k counts it as a try that was wrong; a prompt without any score, too."""
     held_out = [Prompt(i, (1, 2), "q", "", {"worth": worth}) for i, worth in enumerate(([None, 1.0], [None, None]))]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
-    results, groups = asyncio.run(evaluate.evaluate(Numbered(), tokenizer, held_out, scores, rollout.Sampling(3), 2, 0, 60.0,
-                                                    lambda done: None))  # fmt: skip
+    how = rollout.Sampling(3)
+    results, groups = asyncio.run(evaluate.evaluate(Numbered(), tokenizer, held_out, scores, how, 2, 0, 60.0, print))
     assert results["eval/pass@1"] == 1 / 4 and results["eval/pass@2"] == 1 / 2 and results["eval/greedy"] == 0
     assert [len(group.samples) for group in groups] == [1, 0]

@@ -687,6 +687,27 @@ def test_a_reward_that_fails_ends_the_run_saved_with_its_own_error(start, tmp_pa
     assert "saved in" in capsys.readouterr().err and checkpoint.latest(tmp_path / "run").name == "step-3"
 
 
+def test_samples_without_a_score_leave_their_group_and_are_counted(start, tmp_path):
+    """In processes that score: a group is smaller by those of its samples, and every one of them is in the count."""
+    (tmp_path / "mine.py").write_text("""
+def reward(prompt, completion, prompt_ids, completion_ids, answer, **row):
+    if not completion_ids:
+        return 1.0
+    return float("nan") if sum(completion_ids) % 5 == 1 else float(sum(completion_ids) % 2 == 0)
+""")
+    flags = ("--reward", f"{tmp_path / 'mine.py'}:reward", "--reward-workers", 2, "--eval-every", 0)
+    folder = trained(start, tmp_path / "run", *flags, steps=4)
+    faults = failed = 0
+    for line in lines(folder):
+        rows = [row for row in lines(folder, "samples") if row["step"] == line["step"]]
+        sampled = [sum(i for i, m in zip(row["ids"], row["mask"]) if m) for row in rows]
+        assert [row["reward"] for row in rows] == [float(n % 2 == 0) for n in sampled] and all(n % 5 != 1 for n in sampled)
+        dropped = line.get("reward/faults/nan", 0)
+        assert line["samples"] == len(rows) == G * (P + line["buffer/failed"] - failed) - dropped
+        faults, failed = faults + dropped, line["buffer/failed"]
+    assert faults > 0
+
+
 # ------------------------------------------------------------------------------------------------ signals, for real
 
 
