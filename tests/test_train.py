@@ -377,7 +377,8 @@ def test_the_critic_comes_to_know_what_an_answer_earns_once_its_first_token_is_t
 
 OPTIONAL = frozenset("""kl/ref clip/dual correction/mean correction/max correction/masked m2/dropped
     value/loss value/lr value/grad_norm value/mean value/explained reward/faults/timeout reward/faults/memory
-    reward/faults/exception reward/faults/none reward/faults/nan reward/faults/died""".split())  # of some algorithms alone
+    reward/faults/exception reward/faults/none reward/faults/nan reward/faults/died
+    """.split())  # of some algorithms alone, and where a reward fails
 
 
 def own_keys(row, updates):
@@ -701,7 +702,8 @@ def reward(prompt, completion, prompt_ids, completion_ids, answer, **row):
     for line in lines(folder):
         rows = [row for row in lines(folder, "samples") if row["step"] == line["step"]]
         sampled = [sum(i for i, m in zip(row["ids"], row["mask"]) if m) for row in rows]
-        assert [row["reward"] for row in rows] == [float(n % 2 == 0) for n in sampled] and all(n % 5 != 1 for n in sampled)
+        assert [row["reward"] for row in rows] == [float(n % 2 == 0) for n in sampled]
+        assert all(n % 5 != 1 for n in sampled)
         dropped = line.get("reward/faults/nan", 0)
         assert line["samples"] == len(rows) == G * (P + line["buffer/failed"] - failed) - dropped
         faults, failed = faults + dropped, line["buffer/failed"]

@@ -9,12 +9,12 @@ are outstanding; what is measured is what they take from it meanwhile.
 import asyncio
 import os
 import platform
-import statistics
 import sys
 import tempfile
 import time
 from datetime import date
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -75,13 +75,15 @@ async def tokens(engine: LocalEngine, tokenizer: object, scorer: Scorer) -> floa
 
 def main() -> None:
     """Both tables."""
-    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-          f"torch {torch.__version__} with {torch.get_num_threads()} threads; medians of {RUNS} (lowest to highest)")  # fmt: skip
+    print(
+        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"torch {torch.__version__} with {torch.get_num_threads()} threads; medians of {RUNS} (lowest to highest)"
+    )
     scorer = Scorer(("number",), 2, 5.0, 512, "stop")
     asyncio.run(verdicts(scorer))  # to warm up
     rates = [VERDICTS / asyncio.run(verdicts(scorer)) for _ in range(RUNS)]
     scorer.close()
-    print(f"number, 2 processes        {statistics.median(rates):8,.0f} verdicts a second ({min(rates):,.0f} to {max(rates):,.0f})")
+    print(f"number, 2 processes        {median(rates):8,.0f} verdicts a second ({min(rates):,.0f} to {max(rates):,.0f})")
 
     model, tokenizer = tiny.model(seed=0).eval(), tiny.tokenizer()
     rates = {"at_once": [], "sleeping": []}
@@ -95,8 +97,8 @@ def main() -> None:
         for scorer in scorers.values():
             scorer.close()
     for name, seen in rates.items():
-        print(f"engine, reward {name:11} {statistics.median(seen):8,.0f} tokens a second ({min(seen):,.0f} to {max(seen):,.0f})")
-    print(f"sleeping / at_once         {statistics.median(rates['sleeping']) / statistics.median(rates['at_once']):8.3f}")
+        print(f"engine, reward {name:11} {median(seen):8,.0f} tokens a second ({min(seen):,.0f} to {max(seen):,.0f})")
+    print(f"sleeping / at_once         {median(rates['sleeping']) / median(rates['at_once']):8.3f}")
 
 
 if __name__ == "__main__":
