@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorl import evaluate, monitor, rollout
+from nanorl import evaluate, rollout
 from nanorl.buffer import Buffer
 from nanorl.config import Lost, Refused
 from nanorl.engine import Completion
@@ -204,7 +204,6 @@ def test_one_reward_is_logged_as_the_reward_and_not_once_more(acting):
 def test_rewards_that_cannot_be_told_apart_are_refused(make):
     with pytest.raises(Refused, match=r"mine.py:echo: reward/echo is logged already"):
         make("echo", "echo=2")
-    monitor.log("reward/mine", 1.0)  # a free name; reward/std is ours
     with pytest.raises(Refused, match=r"std: reward/std is logged already"):
         Scorer(("x.py:f", "y.py:std"), 2, 1.0, 9, "drop")
 

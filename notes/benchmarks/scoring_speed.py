@@ -2,7 +2,7 @@
 
 First: verdicts a second of `number` on GSM8K-style completions (200 to 300 characters of working, then `#### N`), through
 2 processes. Second: tokens a second of the local engine with the tiny model while groups are made, with a reward that is
-there at once and with one that sleeps a second, in turn, through WAITING processes. The engine goes on while verdicts
+there at once, with one that sleeps a second, and with none at all, in turn, through WAITING processes. The engine goes on while verdicts
 are outstanding; what is measured is what they take from it meanwhile.
 """
 
@@ -57,14 +57,14 @@ async def verdicts(scorer: Scorer) -> float:
     return seconds
 
 
-async def tokens(engine: LocalEngine, tokenizer: object, scorer: Scorer) -> float:
+async def tokens(engine: LocalEngine, tokenizer: object, scorer: Scorer | None) -> float:
     """Tokens a second until the last is sampled; most verdicts are outstanding then."""
     ended = []
 
     async def score(prompt: Prompt, completion: str, completion_ids: tuple[int, ...]) -> float:
         """The reward; when it was asked for tells when sampling had ended."""
         ended.append((time.perf_counter(), len(completion_ids)))
-        return (await scorer.score(prompt, completion, completion_ids)).value
+        return 0.0 if scorer is None else (await scorer.score(prompt, completion, completion_ids)).value
 
     start = time.perf_counter()
     await asyncio.gather(*(
@@ -86,19 +86,20 @@ def main() -> None:
     print(f"number, 2 processes        {median(rates):8,.0f} verdicts a second ({min(rates):,.0f} to {max(rates):,.0f})")
 
     model, tokenizer = tiny.model(seed=0).eval(), tiny.tokenizer()
-    rates = {"at_once": [], "sleeping": []}
+    rates = {"none": [], "at_once": [], "sleeping": []}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "mine.py").write_text(MINE)
-        scorers = {name: Scorer((f"{folder}/mine.py:{name}",), WAITING, 5.0, 512, "stop") for name in rates}
+        scorers = {name: None if name == "none" else Scorer((f"{folder}/mine.py:{name}",), WAITING, 5.0, 512, "stop")
+                   for name in rates}  # fmt: skip
         for run in range(RUNS + 1):  # in turn, the first to warm up
             for name, scorer in scorers.items():
                 rate = asyncio.run(tokens(LocalEngine(Policy(model), tokenizer), tokenizer, scorer))
                 rates[name] += [rate] * (run > 0)
-        for scorer in scorers.values():
+        for scorer in filter(None, scorers.values()):
             scorer.close()
     for name, seen in rates.items():
         print(f"engine, reward {name:11} {median(seen):8,.0f} tokens a second ({min(seen):,.0f} to {max(seen):,.0f})")
-    print(f"sleeping / at_once         {median(rates['sleeping']) / median(rates['at_once']):8.3f}")
+    print(f"sleeping / none            {median(rates['sleeping']) / median(rates['none']):8.3f}")
 
 
 if __name__ == "__main__":
