@@ -1,9 +1,9 @@
 """How fast are verdicts, and what do slow ones cost the engine? python notes/benchmarks/scoring_speed.py
 
 First: verdicts a second of `number` on GSM8K-style completions (200 to 300 characters of working, then `#### N`), through
-2 processes. Second: tokens a second of the local engine with the tiny model while groups are made, with a reward that is
-there at once, with one that sleeps a second, and with none at all, in turn, through WAITING processes. The engine goes on while verdicts
-are outstanding; what is measured is what they take from it meanwhile.
+2 processes. Second: tokens a second of the local engine with the tiny model while groups are made, with no reward, with
+one that is there at once and one that sleeps a second, in turn, through WAITING processes. The engine goes on while
+verdicts are outstanding; what is measured is what they take from it meanwhile.
 """
 
 import asyncio
