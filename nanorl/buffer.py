@@ -101,10 +101,16 @@ class Buffer:
                 self.done[group.prompt.number] = group
             self.changed.notify_all()
 
-    def fail(self, number: int, error: BaseException) -> None:
-        """An episode or reward raised: the group's place is free again. Above --max-failed, `take` raises the first."""
+    def fail(self, number: int, error: BaseException | None) -> None:
+        """An episode or reward raised: the group's place is free again. Above --max-failed, `take` raises the first.
+
+        None: none of its samples has a score; whoever scores knows when there are too many of those.
+        """
         with self.changed:
             self.reject(number, "failed")
+            self.changed.notify_all()
+            if error is None:
+                return
             self.recent.append(True)
             self.first = self.first or error
             if sum(self.recent) > self.pace.max_failed * RECENT or sum(self.recent) == RECENT:  # nothing works any more

@@ -16,7 +16,7 @@ import tyro
 
 from nanorl.algorithms import ALGORITHMS, chosen
 from nanorl.axes import FOREIGN, Axes, differences, flat, rebuilt
-from nanorl.config import Config, Refused, Remote, Whole, check, dashed, resolved
+from nanorl.config import Config, Refused, Remote, Scoring, Whole, check, dashed, resolved
 from nanorl.pace import Pace
 
 
@@ -66,7 +66,8 @@ def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axe
 def job_alone() -> type[Config]:
     """Config without what only the second group of the help shows."""
     hidden = [("pace", tyro.conf.Suppress[Pace], field(default_factory=Pace)),
-              ("remote", tyro.conf.Suppress[Remote], field(default_factory=Remote))]  # fmt: skip
+              ("remote", tyro.conf.Suppress[Remote], field(default_factory=Remote)),
+              ("scoring", tyro.conf.Suppress[Scoring], field(default_factory=Scoring))]  # fmt: skip
     return dataclasses.make_dataclass("Config", hidden, bases=(Config,), frozen=True)
 
 
@@ -99,7 +100,7 @@ def read_saved(folder: Path) -> tuple[str, Whole]:
         saved = json.loads(path.read_text())
         job = saved["config"] | {"stop": tuple(saved["config"].get("stop", ())), "out": None}  # JSON has no tuples
         remote = job.get("remote", {})
-        job |= {"pace": Pace(**job.get("pace", {})),
+        job |= {"pace": Pace(**job.get("pace", {})), "scoring": Scoring(**job.get("scoring", {})),
                 "remote": Remote(**{**remote, "servers": tuple(remote.get("servers", ()))})}  # fmt: skip
         if saved["algorithm"] not in ALGORITHMS:
             raise KeyError(f"algorithm {saved['algorithm']}")
@@ -134,7 +135,7 @@ def bare(name: str) -> str:
     >>> bare("pace.max_lag"), bare("kl_weight")
     ('max_lag', 'kl_weight')
     """
-    return name.removeprefix("pace.").removeprefix("remote.")
+    return name.removeprefix("pace.").removeprefix("remote.").removeprefix("scoring.")
 
 
 def describe(script: str, name: str, cfg: Config, axes: Axes) -> str:

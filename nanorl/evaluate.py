@@ -6,13 +6,14 @@ Evaluation samples by a stream of random numbers of its own, on its own admissio
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import comb
 from typing import Any
 
 from nanorl.engine import Engine, Sampling
-from nanorl.rollout import EVALUATE, Score, group
+from nanorl.rollout import EVALUATE, Score, Unscored, group
 from nanorl.sample import Group, Prompt
 
 
@@ -44,15 +45,18 @@ async def evaluate(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sc
                    progress: Callable[[int], None]) -> tuple[dict[str, float], list[Group]]:  # fmt: skip
     """eval/pass@k for k = 1, 2, 4 … ≤ samples, eval/greedy, answers' mean length and truncated share, and the groups.
 
-    A sample passes if its reward is 1 or more. Raises what the engine or a reward raises, and TimeoutError when nothing
-    was done for `deadline` seconds.
+    A sample passes if its reward is 1 or more; one without a score does not. Raises what the engine or a reward raises,
+    and TimeoutError when nothing was done for `deadline` seconds.
     """
     done = 0
 
     async def one(prompt: Prompt, how: Sampling, n: int) -> Group:
         """n samples of one held-out problem, by the random numbers of evaluation."""
         nonlocal done
-        result = await group(engine, tokenizer, prompt, score, replace(how, key=(seed, EVALUATE)), n)
+        try:
+            result = await group(engine, tokenizer, prompt, score, replace(how, key=(seed, EVALUATE)), n)
+        except Unscored:
+            result = Group(prompt, ())
         done += n
         progress(done)
         limit.reschedule(asyncio.get_running_loop().time() + deadline)
@@ -70,13 +74,13 @@ async def evaluate(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sc
     right = [sum(s.reward >= 1 for s in g.samples) for g in sampled]
     every = [s for g in sampled for s in g.samples]
     results = {f"eval/pass@{k}": mean(pass_at_k(samples, c, k) for c in right) for k in powers_of_two(samples)}
-    results["eval/greedy"] = mean(float(g.samples[0].reward >= 1) for g in greedy)
+    results["eval/greedy"] = mean(float(any(s.reward >= 1 for s in g.samples)) for g in greedy)
     results["eval/length"] = mean(float(sum(s.mask)) for s in every)
     results["eval/truncated"] = mean(float(s.finish == "length") for s in every)
     return results, list(sampled)
 
 
 def mean(values: Any) -> float:
-    """The arithmetic mean."""
+    """The arithmetic mean, NaN over nothing."""
     values = list(values)
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else math.nan

@@ -34,7 +34,9 @@ KEYS = frozenset("""step seconds tokens_per_second samples tokens trained_rows l
     reward reward/all reward/std reward/group_std contrast adv/mean adv/std lag/mean lag/max ratio/mean ratio/max
     clip clip/low clip/high clip/dual kl/prox kl/ref mismatch/mean mismatch/max mismatch/kl entropy repeat/token
     correction/mean correction/max correction/masked m2/dropped value/loss value/lr value/grad_norm value/mean
-    value/explained length/mean length/max truncated""".split())  # beside these: seconds/…, eval/… and the user's own
+    value/explained length/mean length/max truncated reward/faults/timeout reward/faults/memory
+    reward/faults/exception reward/faults/none reward/faults/nan reward/faults/died
+    """.split())  # beside these: seconds/…, eval/… and the user's own
 EVERY, FLAT = 20, 5  # lines between two headers on the console; steps without contrast before a warning
 
 _outside: list[tuple[str, float]] = []  # logged outside of any sample since the last step was written

@@ -12,6 +12,7 @@ that a process that scores starts at once.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import reprlib
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from fractions import Fraction
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -149,21 +151,85 @@ def gold(name: str, answer: str) -> bool:
     return value(answer, bare=True) is not None if name == "number" else bool(answer.strip())
 
 
-REWARDS: dict[str, Callable[..., float]] = {"exact": exact, "number": number}
+def arithmetic(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
+               **row: Any) -> float:  # fmt: skip
+    """`exact`, for additions; it logs beside it whether the completion shows its working."""
+    from nanorl.monitor import log  # monitor.py reads config.py, which reads this file
+
+    log("worked", "(" in completion)
+    return REWARDS["exact"](prompt, completion, prompt_ids, completion_ids, answer, **row)
+
+
+REWARDS: dict[str, Callable[..., float]] = {"exact": exact, "number": number, "arithmetic": arithmetic}
+
+
+def split(spec: str) -> tuple[str, float]:
+    """A reward and its weight, 1 where none is given.
+
+    >>> split("number"), split("mine.py:format=0.2"), split("a=b.py:f")
+    (('number', 1.0), ('mine.py:format', 0.2), ('a=b.py:f', 1.0))
+    """
+    name, _, weight = spec.rpartition("=")
+    try:
+        return (name, float(weight)) if name else (spec, 1.0)
+    except ValueError:
+        return spec, 1.0
+
+
+def label(spec: str) -> str:
+    """The name under which a reward is logged.
+
+    >>> label("number"), label("mine.py:format=0.2")
+    ('number', 'format')
+    """
+    return split(spec)[0].rpartition(":")[2]
+
+
+def named(spec: str) -> Callable[..., Any]:
+    """The function that a name of REWARDS or FILE.py:NAME stands for. Raises Refused, in one line."""
+    from nanorl.config import Refused  # config.py reads this file
+
+    path, _, name = spec.rpartition(":")
+    if not path:
+        if name not in REWARDS:
+            raise Refused(f"--reward {spec}: no such verifier; there are {', '.join(REWARDS)}, or FILE.py:NAME")
+        return REWARDS[name]
+    try:
+        found = importlib.util.spec_from_file_location(f"nanorl_reward_{Path(path).stem}", path)
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise Refused(f"--reward {spec}: {path} cannot be imported ({type(error).__name__}: {error})") from None
+    if not callable(getattr(module, name, None)):
+        raise Refused(f"--reward {spec}: {path} has no function {name}")
+    return getattr(module, name)
+
+
+class Unusable(ValueError):
+    """A reward told no finite number. `kind`: "none" where it told None, else "nan"."""
+
+    def __init__(self, line: str, kind: str):
+        super().__init__(line)
+        self.kind = kind
+
+
+def finite(told: Any, name: str, number: int) -> float:
+    """What reward `name` told of prompt `number`, as a float. Raises Unusable unless that is a finite number."""
+    if getattr(told, "shape", None) == ():  # numpy's and torch's scalars
+        told = told.item()
+    if not (isinstance(told, Real) and abs(told) <= sys.float_info.max):  # NaN is never below anything
+        kind = "none" if told is None else "nan"
+        raise Unusable(f"reward {name} gave {reprlib.repr(told)} for prompt {number}; it must be a finite number", kind)
+    return float(told)
 
 
 async def score(reward: Callable[..., float | Awaitable[float]], prompt: Prompt, completion: str,
                 completion_ids: Sequence[int]) -> float:  # fmt: skip
     """What the reward says of one completion, as a finite float.
 
-    Raises ValueError for None, NaN, ±inf and whatever else is no number: a broken reward must not pass for a low one.
+    Raises Unusable for None, NaN, ±inf and whatever else is no number: a broken reward must not pass for a low one.
     """
     told = reward(prompt.text, completion, prompt.ids, completion_ids, prompt.answer, **prompt.row)
     if inspect.isawaitable(told):
         told = await told
-    if getattr(told, "shape", None) == ():  # numpy's and torch's scalars
-        told = told.item()
-    if not (isinstance(told, Real) and abs(told) <= sys.float_info.max):  # NaN is never below anything
-        name, told = getattr(reward, "__name__", repr(reward)), reprlib.repr(told)
-        raise ValueError(f"reward {name} gave {told} for prompt {prompt.number}; it must be a finite number")
-    return float(told)
+    return finite(told, getattr(reward, "__name__", repr(reward)), prompt.number)

@@ -24,6 +24,11 @@ from nanorl.sample import Group, Prompt, Sample
 CLOSING = 10.0  # seconds that a thread gets to end what it does
 TRAIN, EVALUATE = 0, 1  # the streams of random numbers: evaluation never moves what training draws
 
+
+class Unscored(Exception):
+    """Raised by a Score: this sample has none, for a reason that is counted. It leaves its group."""
+
+
 Score = Callable[[Prompt, str, Sequence[int]], Awaitable[float]]  # prompt, sampled text, sampled ids → reward
 
 
@@ -68,14 +73,19 @@ async def one_turn(engine: Turns, prompt: Prompt, score: Score) -> list[Sample]:
 
 async def group(engine: Engine, tokenizer: Any, prompt: Prompt, score: Score, sampling: Sampling, samples: int,
                 episode: Episode = one_turn) -> Group:  # fmt: skip
-    """Try one prompt `samples` times at once. `sampling.key` is (seed, stream); number, sample and turn are added."""
+    """Try one prompt `samples` times at once. `sampling.key` is (seed, stream); number, sample and turn are added.
 
-    async def trajectory(i: int) -> list[Sample]:
-        """One of the tries."""
+    A try without a score is left out; raises Unscored where all are.
+    """
+
+    async def trajectory(i: int) -> list[Sample] | None:
+        """One of the tries; None if it has no score."""
         with collecting() as notes:
             turns = Turns(engine, tokenizer, replace(sampling, key=(*sampling.key, prompt.number, i)))
             try:
                 return [replace(s, notes=tuple(notes)) for s in await episode(turns, prompt, score)]
+            except Unscored:
+                return None
             except (SystemExit, KeyboardInterrupt) as error:  # in an asyncio task they would end the thread unheard
                 raise RuntimeError(f"prompt {prompt.number}: its episode or reward ended with {error!r}") from error
 
@@ -85,7 +95,10 @@ async def group(engine: Engine, tokenizer: Any, prompt: Prompt, score: Score, sa
     except ExceptionGroup as failed:
         first = failed.exceptions[0]
         raise first from first.__cause__
-    return Group(prompt, tuple(sample for one in tries for sample in one.result()))
+    scored = [made for one in tries if (made := one.result()) is not None]
+    if not scored:
+        raise Unscored(f"prompt {prompt.number}: none of its {samples} tries has a score")
+    return Group(prompt, tuple(sample for made in scored for sample in made))
 
 
 class Rollout:
@@ -119,6 +132,10 @@ class Rollout:
             self.buffer.put(made)
         except Broken as broken:
             self.buffer.stop(broken.__cause__)
+        except Unscored:
+            self.buffer.fail(number, None)
+        except Lost as lost:
+            self.buffer.stop(lost)
         except TimeoutError as error:  # ours, or the reward's own
             late = TimeoutError(f"prompt {number}: not done within --deadline {self.deadline:g} s")
             self.buffer.fail(number, late if limit.expired() else error)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from nanorl import algorithms, checkpoint, engine, engines, evaluate, optimize, policy, reward, rollout, summary, tasks
-from nanorl import tiny
+from nanorl import algorithms, checkpoint, engine, engines, evaluate, optimize, policy, rollout, scoring, summary
+from nanorl import tasks, tiny
 from nanorl.axes import Axes
 from nanorl.buffer import Buffer, Stopped
 from nanorl.config import Config, Refused
@@ -27,7 +27,7 @@ from nanorl.launch import Stop
 from nanorl.local import LocalEngine
 from nanorl.memory import dry_run
 from nanorl.metrics import average, published, step_metrics, utilisation
-from nanorl.monitor import Clock, Monitor, text_progress
+from nanorl.monitor import Clock, Monitor, log, text_progress
 from nanorl.sample import Batch, Group, Prompt
 from nanorl.timeline import Lane, Trace
 
@@ -44,7 +44,7 @@ class Run:
         self.limit = self.algo.limit(cfg)
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
         self.folder = Path(cfg.resume) if cfg.resume else None
-        self.rollout = self.engine = self.monitor = self.trace = self.lock = self.ref = self.critic = None
+        self.rollout = self.scorer = self.engine = self.monitor = self.trace = self.lock = self.ref = self.critic = None
         self.last = checkpoint.latest(self.folder) if cfg.resume else None
         self.value_norms: list[float] = []  # of the critic's gradient, one an update of the step
         self.step, self.not_finite, self.stop, self.clock = 0, 0, Stop(), Clock()
@@ -86,12 +86,17 @@ class Run:
         return tasks.make_prompt(self.task.train(number), number, self.tokenizer, self.cfg, self.task)
 
     async def score(self, prompt: Prompt, completion: str, completion_ids: Sequence[int]) -> float:
-        """The task's reward; when it was at work goes into the timeline."""
+        """The task's reward; when it was at work goes into the timeline. Raises Unscored for a sample to leave out."""
         start = time.monotonic()
         try:
-            return await reward.score(self.task.reward, prompt, completion, completion_ids)
+            verdict = await self.scorer.score(prompt, completion, completion_ids)
         finally:
             self.rewards.add(start, time.monotonic(), rewards=1)
+        for name, value in verdict.notes:
+            log(name, value)
+        if verdict.value is None:
+            raise rollout.Unscored(verdict.fault)
+        return verdict.value
 
     def sampling(self) -> engine.Sampling:
         """How training samples; evaluation too, but for its stream of random numbers."""
@@ -101,6 +106,7 @@ class Run:
     def open(self) -> None:
         """Make or reopen the folder, restore the last checkpoint, start the thread that samples. Raises Refused."""
         cfg, axes = self.cfg, self.algo.axes
+        self.scorer = scoring.scorer(self.task.rewards, cfg.scoring)  # first: it starts while the rest is put together
         self.optimizer = optimize.adamw(self.policy, cfg)
         parts = [checkpoint.Part(self.policy.model, self.optimizer)]
         if self.algo.critic:
@@ -191,7 +197,8 @@ class Run:
         self.step += 1  # the version: completed training steps
         self.publish()
         metrics = step_metrics(groups, batch, trained, self.algo, len(norms))
-        metrics |= {**numbers, "grad_norm": max(norms), "skipped": skipped, **self.buffer.lap()}
+        metrics |= {**numbers, "grad_norm": max(norms), "skipped": skipped, **self.buffer.lap(),
+                    **self.scorer.lap()}  # fmt: skip
         if self.value_norms:
             metrics["value/grad_norm"] = max(self.value_norms)
             self.value_norms = []
@@ -252,9 +259,9 @@ class Run:
         summary.finish(self, results)
 
     def close(self) -> None:
-        """End the thread, the engine's process, and the files, as far as they were opened."""
+        """End the thread, the other processes, and the files, as far as they were opened."""
         with ExitStack() as parts:  # whatever one of them raises
-            for part in filter(None, (self.lock, self.trace, self.monitor, self.engine, self.rollout)):
+            for part in filter(None, (self.lock, self.trace, self.monitor, self.engine, self.scorer, self.rollout)):
                 parts.callback(part.close)
 
 
@@ -267,10 +274,13 @@ def started(script: str, name: str, cfg: Config, axes: Axes) -> Iterator[Run | N
         dry_run(run)
         yield None
     elif cfg.eval_only:
+        run.scorer = scoring.scorer(run.task.rewards, cfg.scoring)
         run.rollout = rollout.Rollout(Buffer(cfg.prompts_per_step), run.make_group)
-        for key, value in run.evaluate(cfg.eval_samples).items():
-            print(f"  {key.removeprefix('eval/'):12} {value:.3f}")
-        run.rollout.close()
+        try:
+            for key, value in run.evaluate(cfg.eval_samples).items():
+                print(f"  {key.removeprefix('eval/'):12} {value:.3f}")
+        finally:
+            run.close()
         yield None
     else:
         try:

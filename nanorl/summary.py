@@ -21,8 +21,8 @@ def finish(run: Run, results: dict[str, float]) -> None:
                "command": cli.command(run.script, run.name, cfg, axes)}  # fmt: skip
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     last = checkpoint.latest(run.folder)
-    asked = ("task", "digits", "data", "eval_data", "system_prompt", "prompt_suffix", "stop", "reward", "dtype",
-             "seed", "max_new_tokens", "temperature", "eval_problems", "eval_samples")  # fmt: skip
+    asked = ("task", "digits", "data", "eval_data", "system_prompt", "prompt_suffix", "stop", "reward", "scoring",
+             "dtype", "seed", "max_new_tokens", "temperature", "eval_problems", "eval_samples")  # fmt: skip
     again = Config(**{f: getattr(cfg, f) for f in asked}, model=str(last), eval_only=True)
     print(f"\ndone: step {run.step}, {summary['seconds']:.0f} s since this start")
     for key, value in results.items():

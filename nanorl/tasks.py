@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 
 from nanorl import reward
 from nanorl.config import Config, Refused
-from nanorl.monitor import collecting, log
+from nanorl.monitor import collecting
 from nanorl.sample import Prompt
 
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids", "answer")  # what every reward gets by position
@@ -44,6 +44,7 @@ class Task:
     train: Callable[[int], Problem]
     held_out: list[Problem]
     reward: Callable[..., Any]
+    rewards: tuple[str, ...]  # its name, for the processes that score
     suffix: str
     answered: Callable[[Problem], str]
     problems: tuple[Problem, ...] = ()  # all that train draws from, where that is a list
@@ -107,12 +108,7 @@ def arithmetic(cfg: Config) -> Task:
     def problem(a: int, b: int) -> Problem:
         return Problem(f"{a}+{b}=", str(a + b), {"after": ")"})
 
-    verifier = reward.REWARDS[cfg.reward or "exact"]
-
-    def judged(prompt: str, completion: str, *rest: Any, **row: Any) -> float:
-        log("worked", "(" in completion)  # a number of this task's own, beside the reward
-        return verifier(prompt, completion, *rest, **row)
-
+    verifier = cfg.reward or "arithmetic"
     rng, held_out = np.random.default_rng(0), {}
     for _ in range(4 * cfg.eval_problems):  # numbers of one or two digits may have fewer than asked for
         held_out[addition(rng, cfg.digits, "held out")] = None
@@ -122,7 +118,8 @@ def arithmetic(cfg: Config) -> Task:
         says=f"additions of two {cfg.digits}-digit numbers, judged exactly",
         train=lambda number: problem(*addition(np.random.default_rng((cfg.seed, 1, number)), cfg.digits, "training")),
         held_out=[problem(a, b) for a, b in held_out],
-        reward=judged,
+        reward=reward.named(verifier),
+        rewards=(verifier,),
         suffix=cfg.prompt_suffix or "",
         answered=lambda p: worked(*map(int, p.prompt[:-1].split("+"))),
     )
@@ -158,7 +155,8 @@ def from_file(cfg: Config) -> Task:
         says=f"{cfg.data}: {len(train)} problems to train on, {len(held_out)} held out; {left_out}",
         train=lambda number: train[epoch(number // len(train))[number % len(train)]],
         held_out=held_out,
-        reward=reward.REWARDS[verifier],
+        reward=reward.named(verifier),
+        rewards=(verifier,),
         suffix=suffix if cfg.prompt_suffix is None else cfg.prompt_suffix,
         answered=lambda p: f"So it is.\n#### {p.answer.rsplit('####')[-1].strip()}" if verifier == "number"
                            else p.row.get("after", "") + p.answer,

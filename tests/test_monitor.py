@@ -20,6 +20,7 @@ from nanorl.config import Refused
 from nanorl.metrics import step_metrics
 from nanorl.monitor import BESIDE, KEYS, WALL_CLOCK, Monitor, collecting, log, text_progress
 from nanorl.sample import Sample
+from nanorl.scoring import LIMITS, MISTAKES
 from tests.test_metrics import NAN, algorithm, batch_of, group_of, make, steps
 
 torch.set_num_threads(1)
@@ -203,7 +204,7 @@ def test_the_page_defines_exactly_the_keys_that_exist(tmp_path):
     train(tmp_path, 0, 6)
     written = set().union(*read(tmp_path / "metrics.jsonl")) - {"worked", "gradient_cosine"}
     trainer = {"loss", "lr", "value/loss", "value/lr", "value/grad_norm", "eval/greedy", "eval/pass@k", "eval/length",
-               "eval/truncated", "reward/all", "seconds/publish", "seconds/save", "util/train", "util/engine/0",
+               "eval/truncated", "reward/all", *(f"reward/faults/{fault}" for fault in LIMITS + MISTAKES), "seconds/publish", "seconds/save", "util/train", "util/engine/0",
                *(f"buffer/{what}" for what in ("waiting", "making", "filtered", "failed", "left_out")),
                *(f"sync/{what}" for what in (*metrics.PUBLISH, "mismatch"))}  # fmt: skip
     page = PAGE.read_text()

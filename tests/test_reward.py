@@ -280,4 +280,4 @@ def test_scoring_imports_neither_torch_nor_transformers():
 
 
 def test_examples_in_docstrings():
-    assert doctest.testmod(reward) == (0, 2)
+    assert doctest.testmod(reward) == (0, 4)

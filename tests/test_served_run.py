@@ -13,7 +13,7 @@ from tests.server import free_port
 from tests.test_train import lines
 
 SMALL = ("--digits", 1, "--prompts-per-step", 4, "--samples-per-prompt", 4, "--eval-problems", 4, "--eval-every", 0,
-         "--max-new-tokens", 8, "--reward", "parity")  # fmt: skip
+         "--max-new-tokens", 8, "--reward", "parity", "--reward-workers", 0)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -86,8 +86,8 @@ def launch(*flags, page=train_grpo, train=None):
 
 
 def addition(start, folder, *flags, rate=RATE):
-    """The flags of a run on additions of one digit."""
-    return ("--model", start, "--digits", 1, *SIZES, *rate, "--out", folder, *flags)
+    """The flags of a run on additions of one digit, whose reward is called here, so that a test may replace it."""
+    return ("--model", start, "--digits", 1, "--reward-workers", 0, *SIZES, *rate, "--out", folder, *flags)
 
 
 def trained(start, folder, *flags, steps=12, page=train_grpo):
@@ -376,7 +376,9 @@ def test_the_critic_comes_to_know_what_an_answer_earns_once_its_first_token_is_t
 
 
 OPTIONAL = frozenset("""kl/ref clip/dual correction/mean correction/max correction/masked m2/dropped
-    value/loss value/lr value/grad_norm value/mean value/explained""".split())  # of some algorithms alone
+    value/loss value/lr value/grad_norm value/mean value/explained reward/faults/timeout reward/faults/memory
+    reward/faults/exception reward/faults/none reward/faults/nan reward/faults/died
+    """.split())  # of some algorithms alone, and where a reward fails
 
 
 def own_keys(row, updates):
@@ -684,6 +686,28 @@ def test_a_reward_that_fails_ends_the_run_saved_with_its_own_error(start, tmp_pa
     with pytest.raises(ValueError, match="must be a finite number"):
         launch(*addition(start, tmp_path / "run", "--steps", 12, "--eval-every", 0))
     assert "saved in" in capsys.readouterr().err and checkpoint.latest(tmp_path / "run").name == "step-3"
+
+
+def test_samples_without_a_score_leave_their_group_and_are_counted(start, tmp_path):
+    """In processes that score: a group is smaller by those of its samples, and every one of them is in the count."""
+    (tmp_path / "mine.py").write_text("""
+def reward(prompt, completion, prompt_ids, completion_ids, answer, **row):
+    if not completion_ids:
+        return 1.0
+    return float("nan") if sum(completion_ids) % 5 == 1 else float(sum(completion_ids) % 2 == 0)
+""")
+    flags = ("--reward", f"{tmp_path / 'mine.py'}:reward", "--reward-workers", 2, "--eval-every", 0)
+    folder = trained(start, tmp_path / "run", *flags, steps=4)
+    faults = failed = 0
+    for line in lines(folder):
+        rows = [row for row in lines(folder, "samples") if row["step"] == line["step"]]
+        sampled = [sum(i for i, m in zip(row["ids"], row["mask"]) if m) for row in rows]
+        assert [row["reward"] for row in rows] == [float(n % 2 == 0) for n in sampled]
+        assert all(n % 5 != 1 for n in sampled)
+        dropped = line.get("reward/faults/nan", 0)
+        assert line["samples"] == len(rows) == G * (P + line["buffer/failed"] - failed) - dropped
+        faults, failed = faults + dropped, line["buffer/failed"]
+    assert faults > 0
 
 
 # ------------------------------------------------------------------------------------------------ signals, for real

@@ -73,6 +73,7 @@ if __name__ == "__main__":
     reward.REWARDS["moody"] = moody
     threading.Thread(target=watch, args=(args.minutes,), daemon=True).start()
     flags = ["--reward", "moody", "--engine", "worker", "--max-lag", "4", "--overtake", "1", "--dynamic-sampling", "refill",
-             "--max-failed", "0.5", "--lr", "1e-6", "--steps", "1000000", "--eval-every", "200"]  # fmt: skip
+             "--max-failed", "0.5", "--lr", "1e-6", "--steps", "1000000", "--eval-every", "200",
+             "--reward-workers", "0"]  # fmt: skip
     status = launch("train_grpo.py", "grpo", train_grpo.train, [*flags, "--out", str(args.folder)])
     print(f"status {status}; {books(args.folder)}")
