@@ -53,7 +53,7 @@ def readable(answer: str) -> bool:
 
 
 def expression(completion: str) -> str:
-    """What the completion gives as its expression, without the = and the total behind it where that is true; "" if none."""
+    """The completion's expression, without the = and the total behind it; "" if there is none, or that is not true."""
     held = last(TAG, completion)
     text = held[1] if held else boxed(completion)
     if text is None:
@@ -133,7 +133,8 @@ def problem(rng: random.Random, count: int) -> tuple[list[int], int, str]:
         at_hand = [(n, str(n)) for n in numbers]
         while len(at_hand) > 1:
             (a, left), (b, right) = (at_hand.pop(rng.randrange(len(at_hand))) for _ in range(2))
-            ways = [(a + b, "+"), *([(a - b, "-")] if a > b else []), (a * b, "*"), *([(a // b, "/")] if a % b == 0 else [])]
+            ways = [(a + b, "+"), (a * b, "*"), (a - b, "-"), (a // b, "/")]
+            ways = ways[: 4 if a % b == 0 else 3] if a > b else ways[:2]
             total, sign = rng.choice(ways)
             at_hand.append((total, f"({left} {sign} {right})"))
         target, solution = at_hand[0]
