@@ -19,8 +19,10 @@ import re
 import reprlib
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
 from numbers import Real
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nanorl.numeral import boxed, last, value
@@ -233,14 +235,22 @@ def named(spec: str) -> Callable[..., Any]:
         raise Refused(f"--reward {spec}: no such verifier; there are {', '.join(REWARDS)}, or FILE.py:NAME")
     if not Path(path).is_file():
         raise Refused(f"--reward {spec}: there is no file {path}")
-    module = importlib.util.module_from_spec(found := importlib.util.spec_from_file_location(Path(path).stem, path))
     try:
-        found.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's file may do anything; which line it was is theirs to see
+        module = executed(path)
+    except (Exception, SystemExit) as error:  # the user's file may do anything; the line is in the cause
         raise Refused(f"--reward {spec}: {path} cannot be imported ({reprlib.repr(error)})") from error
-    if not callable(reward := getattr(module, function, None)):
+    if not callable(found := getattr(module, function, None)):
         raise Refused(f"--reward {spec}: {path} has no function {function}")
-    return reward
+    return found
+
+
+@lru_cache
+def executed(path: str) -> ModuleType:
+    """The module that a file makes. It is run once."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 async def score(reward: Callable[..., float | Awaitable[float]], prompt: Prompt, completion: str,

@@ -27,7 +27,7 @@ from nanorl.launch import Stop
 from nanorl.local import LocalEngine
 from nanorl.memory import dry_run
 from nanorl.metrics import average, published, step_metrics, utilisation
-from nanorl.monitor import Clock, Monitor, text_progress
+from nanorl.monitor import Clock, Monitor, log, text_progress
 from nanorl.sample import Batch, Group, Prompt
 from nanorl.timeline import Lane, Trace
 
@@ -86,10 +86,19 @@ class Run:
         return tasks.make_prompt(self.task.train(number), number, self.tokenizer, self.cfg, self.task)
 
     async def score(self, prompt: Prompt, completion: str, completion_ids: Sequence[int]) -> float:
-        """The task's reward; when it was at work goes into the timeline."""
-        start = time.monotonic()
+        """The sum of the task's rewards by their weights, each logged where there are several, and by task where those
+        are mixed; when they were at work goes into the timeline."""
+        start, total = time.monotonic(), 0.0
         try:
-            return await reward.score(self.task.reward, prompt, completion, completion_ids)
+            specs = prompt.rewards or self.task.rewards
+            for spec in specs:
+                worth = await reward.score(reward.named(spec), prompt, completion, completion_ids)
+                total += reward.split(spec)[1] * worth
+                if len(specs) > 1:
+                    log(f"reward/{reward.label(spec)}", worth)
+            if prompt.task:
+                log(f"task/{prompt.task}/reward", total)
+            return total
         finally:
             self.rewards.add(start, time.monotonic(), rewards=1)
 
