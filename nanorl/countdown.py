@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import re
+import zlib
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -123,7 +124,17 @@ def factor(tokens: list[str], used: list[int], depth: int) -> Fraction:
     return Fraction(used[-1])
 
 
-def problem(rng: random.Random, count: int) -> tuple[list[int], int, str]:
+def problem(key: str, held_out: bool) -> tuple[list[int], int, str]:
+    """The numbers (three or four), the target and an expression that makes it: the first of this key's stream of random
+    numbers that belongs to the part. A 16th of all problems is held out, by a hash of what makes them one problem."""
+    rng = random.Random(key)
+    while True:
+        numbers, target, solution = grown(rng, rng.choice((3, 4)))
+        if held_out == (zlib.crc32(f"{sorted(numbers)} {target}".encode()) % 16 == 0):
+            return numbers, target, solution
+
+
+def grown(rng: random.Random, count: int) -> tuple[list[int], int, str]:
     """So many numbers from 1 to 50, a target from 1 to 200 and an expression that makes it: a tree grown at random.
 
     Two of the values at hand, drawn at random, become one by an operation that leaves a whole number above 0.

@@ -66,3 +66,10 @@ def asking(rewards: tuple[str, ...], own: str) -> str:
     """A task's own suffix, and the tags where `format` is among the rewards."""
     tags = "\nThink between <think> and </think>, then answer between <answer> and </answer>."
     return own + tags if any(reward.label(spec) == "format" for spec in rewards) else own
+
+
+def ended(prompt: str | list[dict[str, str]], suffix: str) -> str | list[dict[str, str]]:
+    """A prompt with this text behind it: behind its last message, where it has several."""
+    if isinstance(prompt, str):
+        return prompt + suffix
+    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + suffix}]

@@ -7,7 +7,6 @@ is the same problem in every run, also in a resumed one. Held-out problems are n
 from __future__ import annotations
 
 import json
-import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from jinja2 import TemplateError
 
 from nanorl import countdown, reward
 from nanorl.config import Config, Refused, shares
-from nanorl.probe import asking, checked, written
+from nanorl.probe import asking, checked, ended, written
 from nanorl.sample import Prompt
 
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids", "answer")  # what every reward gets by position
@@ -156,12 +155,8 @@ def from_numbers(cfg: Config) -> Task:
     rewards = cfg.reward or ("countdown",)
 
     def problem(key: str, held_out: bool) -> Problem:
-        """The problem of a key: the first on its stream of random numbers that belongs to this part."""
-        rng = random.Random(key)
-        while True:
-            numbers, target, solution = countdown.problem(rng, rng.choice((3, 4)))
-            if held_out == (zlib.crc32(f"{sorted(numbers)} {target}".encode()) % 16 == 0):
-                break
+        """The problem of this key in its part."""
+        numbers, target, solution = countdown.problem(key, held_out)
         listed = ", ".join(map(str, numbers))
         return Problem(f"Use the numbers {listed}, each exactly once, with + - * / and parentheses to make {target}.",
                        f"target={target};numbers={listed.replace(' ', '')}", {"solution": solution})  # fmt: skip
@@ -276,13 +271,6 @@ def render(problem: Problem, tokenizer: Any, system: str | None, suffix: str) ->
     except TemplateError as error:
         raise Refused(f"--data: the model's chat template refuses {str(messages)[:80]} ({error})") from None
     return text, tuple(tokenizer(text, add_special_tokens=False).input_ids)
-
-
-def ended(prompt: str | list[dict[str, str]], suffix: str) -> str | list[dict[str, str]]:
-    """A prompt with this text behind it: behind its last message, where it has several."""
-    if isinstance(prompt, str):
-        return prompt + suffix
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + suffix}]
 
 
 def make_prompt(problem: Problem, number: int, tokenizer: Any, cfg: Config, task: Task) -> Prompt:

@@ -789,7 +789,7 @@ def moody(prompt, text, asked, ids, answer, **row):
             raise OSError("no such judge")
         return float(ids[0] % 2)
 
-    return told() if ids else 1.0
+    return told() if ids else float(bool(text))
 
 
 MOODY = ("--dynamic-sampling", "refill", "--max-failed", 0.5)
