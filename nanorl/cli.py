@@ -99,6 +99,8 @@ def read_saved(folder: Path) -> tuple[str, Whole]:
     try:
         saved = json.loads(path.read_text())
         job = saved["config"] | {"stop": tuple(saved["config"].get("stop", ())), "out": None}  # JSON has no tuples
+        rewards = job.get("reward") or ()
+        job["reward"] = (rewards,) if isinstance(rewards, str) else tuple(rewards)  # one text, in older runs
         remote = job.get("remote", {})
         job |= {"pace": Pace(**job.get("pace", {})), "scoring": Scoring(**job.get("scoring", {})),
                 "remote": Remote(**{**remote, "servers": tuple(remote.get("servers", ()))})}  # fmt: skip

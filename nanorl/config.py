@@ -24,8 +24,9 @@ from nanorl.algorithms import ALGORITHMS, chosen
 from nanorl import pace
 from nanorl.axes import Axes
 from nanorl.pace import Pace
-from nanorl.reward import REWARDS
+from nanorl.reward import label, named, split
 
+MADE_HERE, FROM_FILE = ("arithmetic", "countdown"), ("gsm8k", "jsonl")  # tasks
 STARTED = time.monotonic()  # scripts import this file before torch: the start of the program
 
 
@@ -82,8 +83,8 @@ class Config:
     NAME --help shows the flags of asynchrony and of the algorithm too."""
 
     # the job
-    task: Literal["arithmetic", "gsm8k", "jsonl"] = "arithmetic"
-    """What is asked. arithmetic is made here; gsm8k and jsonl read --data."""
+    task: str = "arithmetic"
+    """What is asked. arithmetic, countdown: made here; gsm8k, jsonl: read --data. Mixed: arithmetic=3,countdown=1."""
     digits: int = 3
     """Digits of each number in arithmetic. 3 learns in two minutes; more take longer."""
     data: str | None = None
@@ -98,8 +99,8 @@ class Config:
     """Text added to every prompt; say there how to answer. Each task has its own; '' takes it away."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, besides the model's end tokens; the answer keeps them. For base models, without end."""
-    reward: str | None = None
-    """Verifier, by its name in reward.REWARDS. exact: the text itself; number: GSM8K style. Each task has its own."""
+    reward: tuple[str, ...] = ()
+    """Rewards by name (notes/rewards.md), or FILE.py:NAME; several are summed: number format=0.2. Each task has its own."""
 
     # sizes
     steps: int = 200
@@ -184,7 +185,7 @@ class Whole(Config):
 
 def resolved(cfg: Config) -> Config:
     """The job with the length limit that its task sets, where the flags set none."""
-    limit = 6 * cfg.digits + 6 if cfg.task == "arithmetic" else 256
+    limit = 6 * cfg.digits + 6 if [*shares(cfg.task)] == ["arithmetic"] else 256
     return cfg if cfg.max_new_tokens is not None else dataclasses.replace(cfg, max_new_tokens=limit)
 
 
@@ -208,15 +209,18 @@ def check(name: str, cfg: Config, axes: Axes) -> None:
                       f"({cfg.prompts_per_step} prompts × {cfg.samples_per_prompt}); nearest that do: {near}")
     if cfg.seed >= 2**63:
         raise Refused(f"--seed {cfg.seed}: must be below 2**63")
-    if cfg.reward is not None and ":" not in cfg.reward and cfg.reward not in REWARDS:
-        raise Refused(f"--reward {cfg.reward}: no such verifier; there are {', '.join(REWARDS)}")
+    refuse_rewards(cfg.reward)
     if "" in cfg.stop:
         raise Refused("--stop '': the empty text ends every answer at once; leave it out")
-    if cfg.task != "arithmetic" and cfg.data is None:
+    mixed = shares(cfg.task)
+    from_file = [name for name in mixed if name in FROM_FILE]
+    if from_file and cfg.data is None:
         raise Refused(f"--task {cfg.task} needs --data FILE: one JSON object a line")
-    if cfg.task == "arithmetic" and (cfg.data or cfg.eval_data):
-        raise Refused("--data: arithmetic makes its own problems; add --task jsonl or --task gsm8k")
-    if cfg.task != "arithmetic" and cfg.model is None:
+    if not from_file and (cfg.data or cfg.eval_data):
+        raise Refused(f"--data: {cfg.task} makes its own problems; add --task jsonl or --task gsm8k")
+    if len(from_file) > 1:
+        raise Refused(f"--task {cfg.task}: one task may read --data; put both files into one, as jsonl")
+    if [*mixed] != ["arithmetic"] and cfg.model is None:
         raise Refused(f"--task {cfg.task} needs --model DIR: the tiny model only knows arithmetic")
     if cfg.resume and cfg.out and Path(cfg.out) != Path(cfg.resume):
         raise Refused(f"--out {cfg.out}: a resumed run stays in its folder, {cfg.resume}")
@@ -225,6 +229,33 @@ def check(name: str, cfg: Config, axes: Axes) -> None:
     refuse_servers(cfg)
     refuse_scoring(cfg.scoring)
     chosen(name, axes, cfg.pace.stale).refuse(cfg, ALGORITHMS[name].axes, Refused)
+
+
+def shares(task: str) -> dict[str, float]:
+    """The share of each task in a run; they sum to 1. Raises Refused for a task that there is none of.
+
+    >>> shares("arithmetic=3,countdown")
+    {'arithmetic': 0.75, 'countdown': 0.25}
+    """
+    pairs = [split(part) for part in task.split(",")]
+    for name, weight in pairs:
+        if name not in (*MADE_HERE, *FROM_FILE):
+            raise Refused(f"--task {name}: no such task; there are {', '.join((*MADE_HERE, *FROM_FILE))}")
+        if not 0 < weight < float("inf") or [n for n, _ in pairs].count(name) > 1:
+            raise Refused(f"--task {task}: each task once, with a weight above 0")
+    total = sum(weight for _, weight in pairs)
+    return {name: weight / total for name, weight in pairs}
+
+
+def refuse_rewards(specs: tuple[str, ...]) -> None:
+    """Raise Refused for rewards that are not there, have no finite weight, or would be logged under one name."""
+    labels = [label(spec) for spec in specs]
+    for spec, name in zip(specs, labels):
+        named(spec)
+        if not abs(split(spec)[1]) < float("inf"):
+            raise Refused(f"--reward {spec}: its weight must be finite")
+        if labels.count(name) > 1 or name in ("all", "std", "group_std", "faults"):
+            raise Refused(f"--reward {spec}: reward/{name} is taken in the metrics; name each reward once, or rename it")
 
 
 def refuse_servers(cfg: Config) -> None:

@@ -4,67 +4,43 @@ A reward is any function, sync or async, called positionally with what was asked
 
     reward(prompt, completion, prompt_ids, completion_ids, answer, **row) → float
 
-`row` holds the problem's other fields. Two verifiers are here: `exact` compares text, `number` compares numbers the
-way GSM8K writes them. They read the completion and never the prompt, evaluate no code, and when in doubt pay nothing:
-a wrong answer that is paid is learned. Symbolic mathematics is not theirs. Only the standard library is imported, so
-that a process that scores starts at once.
+`row` holds the problem's other fields. The short verifiers are here; `math` and `geometry` (`symbolic.py`) and
+`countdown` (`countdown.py`) are imported when they are named. All read the completion and never the prompt, evaluate
+no code, and when in doubt pay nothing: a wrong answer that is paid is learned. Only the standard library is imported,
+so that a process that scores starts at once. `notes/rewards.md` says how rewards fail.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import re
 import reprlib
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from fractions import Fraction
+from functools import lru_cache
 from numbers import Real
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from nanorl.numeral import boxed, last, value
 
 if TYPE_CHECKING:
     from nanorl.sample import Prompt
 
-MAX_DIGITS = 1000  # a longer numeral is no answer; Python itself refuses to read more than 4300
-
-# What makes LaTeX and Markdown plain, in this order. Every repetition is bounded or starts at a fixed mark, so that
-# the work grows with the length of the text and no faster.
-PLAIN = [(re.compile(pattern, re.MULTILINE), new) for pattern, new in (
-    (r"[−–]", "-"),
-    (r"<\|?/?[A-Za-z][^<>\n]{0,30}>|`", " "),  # tags, special tokens
-    (r"(?<![\w)}*])\*{1,3}(?=[^\s*])|(?<=[^\s*])\*{1,3}(?![\w({\\*])", ""),  # **bold**, not 6*7
-    (r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3})", ","),
-    (r"\\\\|\\[()\[\],;: ]|\\q?quad\b|\\approx\b", " "),
-    (r"\^ ?(?:\\circ|\{\\circ\})", " degrees "),
-    (r"([-+])\\?[$€£¥] ?(?=[.0-9])", r"\1"),
-    (r"\\?[$€£¥]", " "),  # currency, and LaTeX's delimiter
-    (r"([0-9]) *(?=\\[dtc]?frac)", r"\1 "),  # 2\frac{1}{2} is two and a half
-    (r"\\[dtc]?frac *(?:\{ *([-+]?[0-9.,]+) *\}|([0-9])) *(?:\{ *([0-9.,]+) *\}|([0-9]))(?! *[0-9])", r"\1\2/\3\4"),
-    (r"\\(?:text|textbf|textit|mathrm|mathbf|mbox) *\{([^{}]*)\}", r" \1 "),
-    (r"(?:(?<=[A-Za-z]{2})|(?<=\bm)) ?\^ ?(?:[23]|\{[23]\})|(?<=[A-Za-z])[²³]", ""),  # cm^2: a unit, not a power
-    (r"(?<=[0-9A-Za-z])/(?=[A-Za-z]{2})", " per "),
-    (r"[^\S\n]+", " "),
-    (r"^ ?[*+•] ", ""),
-)]  # fmt: skip
-
-INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-NUMBER = re.compile(  # 1,234.50   -3   .5   3/4   2 1/2   28%; digits that belong to a name (x1, CO2, top-5) are none
-    r"(?<![A-Za-z0-9_.])(?<![A-Za-z_]-)(?<![0-9],)(?P<sign>(?<![0-9)}%] )[-+])?"
-    rf"(?:(?P<whole>{INTEGER}) (?={INTEGER}/[0-9]))?"
-    rf"(?P<top>{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:/(?P<bottom>{INTEGER}(?:\.[0-9]+)?))?(?: ?\\?%)?"
-)
-# A number with one of these beside it is part of something else: a sum, a power, a list, a clock time, a hedge.
-LEFT = re.compile(r"(?:[-+^/*√_{}\\×÷·±|]|[+^/*√×÷·±] |[0-9] |[0-9)}=%] ?- |[0-9]:|\\[A-Za-z]{1,12} ?"
-                  r"|\b(?:or|minus|negative|not|than) )$", re.IGNORECASE)  # fmt: skip
-RIGHT = re.compile(r"(?![mgshL]\b)[A-Za-z](?![A-Za-z])|[A-Za-z]{1,9}[0-9]|[_²³½¼¾⅓⅔]|[.,:/-]?[0-9]"
-                   r"| ?[\^*/+×÷·±√π\\{]| [xyz]\b|[ -]?(?:pi|or|and a half)\b")
-# Around the one number of a short answer words may stand, an = before it, but no algebra: 5 m, not 5 x.
-LEAD = re.compile(r"[0-9\\^_*/!<>()\[\]{}|+±×÷√-]")
-TAIL = re.compile(r"^!|[0-9\\^*+/<>{}|=±×÷√²³½¼¾⅓⅔π∞]|\bor\b"
-                  r"|(?<![\w'’])(?![aAIgmhsLCFJKNVW]\b)[A-Za-z](?![\w'’])")  # fmt: skip
-MARK = re.compile(r"(?<!#)####\s*(?=[-+]?\.?[0-9]|\Z)")  # "#### Step 2" is a heading
-BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|\Z)")
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+SPECIAL = re.compile(r"(?:\s|<\|[^<>|\n]{1,40}\|>|</?s>)*\Z")  # <|im_end|>: what is left of the chat's own marks
+WORDS = dict(zip("""zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+    seventeen eighteen nineteen twenty""".split(), map(str, range(21))))  # fmt: skip
+WORD = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(WORDS, reverse=True))})(?![\w-])", re.IGNORECASE)
+ANSWER_TAG = re.compile(r"<answer>([^<]{0,200})(?:</answer>|\Z)")
+OPTION = re.compile(r"[\s*_$({\[]{0,6}([A-Ea-e])(?![\w'’])[\s*_$)}\]]{0,6}")  # B, (B), **b**, {B}
+SAYS = re.compile(r"\b(?:answer|option|choice)\b(?:\s+(?:is|should be|must be)\b|\s*[:=])[\s:*_]{0,6}"
+                  r"(?:option|choice|letter|\\text)?(?=[\s*_$({\[]{0,6}[A-Ea-e](?![\w'’]))", re.IGNORECASE)  # fmt: skip
+MORE = re.compile(r"(?<![\w'’])(?:[A-E](?![\w'’])|or\b|and [a-e](?![\w'’]))|[,/&] ?[a-e](?![\w'’])")
+NGRAM = 4  # words; shorter ones repeat in good prose, too
 
 
 def exact(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str, *,
@@ -79,6 +55,15 @@ def exact(prompt: str, completion: str, prompt_ids: Sequence[int], completion_id
     """
     told = completion.rpartition(after)[2] if after else completion
     return float(told.strip() == answer.strip())
+
+
+def arithmetic(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
+               **row: Any) -> float:  # fmt: skip
+    """`exact`, and logs beside it whether the completion shows its working: the task arithmetic's own reward."""
+    from nanorl.monitor import log  # here: monitor imports the flags, and those import this file
+
+    log("worked", "(" in completion)
+    return exact(prompt, completion, prompt_ids, completion_ids, answer, **row)
 
 
 def number(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
@@ -98,111 +83,174 @@ def number(prompt: str, completion: str, prompt_ids: Sequence[int], completion_i
     return float(gold_value is not None and gold_value == value(completion))
 
 
-def value(text: str, bare: bool = False) -> Fraction | None:
-    """The number that a text gives as its answer, None if there is not exactly one. `bare`: with no mark in it the
-    text has to be the answer itself, not prose that ends on it."""
-    for pattern, new in PLAIN:
-        text = pattern.sub(new, text)
-    if mark := last(MARK, text):
-        return single(re.split(r"\n|[.!?;](?=\s|$)", text[mark.end() :], maxsplit=1)[0])
-    if box := last(BOX, text):
-        depth = 1
-        for brace in re.compile(r"[{}]").finditer(text, box.end()):
-            depth += 1 if brace[0] == "{" else -1
-            if depth == 0:
-                return single(text[box.end() : brace.start()])
-        return None  # cut off inside the box; an earlier box is not what the text ends on
-    if bare:
-        return single(text)
-    found = last(NUMBER, text)
-    return lone(text, found) if found else None
+def count(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
+          **row: Any) -> float:  # fmt: skip
+    """1 if the completion ends on the answer's whole number, in digits or, up to twenty, in words; else 0. For CLEVR.
+
+    >>> count("", "<answer>Three.</answer>", (), (), "3")
+    1.0
+    """
+    held = last(ANSWER_TAG, completion)
+    told, meant = (value(WORD.sub(lambda word: WORDS[word[0].lower()], text), bare=bare)
+                   for text, bare in ((held[1] if held else completion, held is not None), (answer, True)))  # fmt: skip
+    return float(meant is not None and meant.denominator == 1 and meant == told)
 
 
-def last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last match, searched from the left, so that the matches before it are whole."""
-    found = None
-    for found in pattern.finditer(text):
-        pass
-    return found
+def choice(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
+           **row: Any) -> float:  # fmt: skip
+    r"""1 if the completion chooses the answer's letter, A to E in either case; else 0.
+
+    The letter is read, in this order, from the last \boxed{}, the last <answer>, the last "answer is …" or
+    "Answer: …", or the last line that is a letter, with or without its text: (B), B., **B** Paris. A second
+    letter beside it, or an "or", is a hedge.
+
+    >>> [choice("", text, (), (), "B") for text in ("The answer is (b).", "<answer>A or B</answer>")]
+    [1.0, 0.0]
+    """
+    meant = OPTION.fullmatch(answer.strip().rstrip(".):"))
+    return float(meant is not None and meant[1].upper() == chosen(completion))
 
 
-def single(text: str) -> Fraction | None:
-    """The value of the one number in a short answer; None if there is a second one, or algebra around it."""
-    found = NUMBER.search(text)
-    if found is None or LEAD.search(text[: found.start()]) or TAIL.search(text[found.end() :]):
+def chosen(completion: str) -> str | None:
+    """The one letter that a completion chooses, as a capital; None if it chooses none or several."""
+    if (held := boxed(completion)) is None and (tag := last(ANSWER_TAG, completion)):
+        held = tag[1]
+    said = last(SAYS, completion)
+    if held is not None:
+        text = re.sub(r"\\(?:text|textbf|mathrm|mathbf) ?", "", held)
+    elif said:
+        text = re.split(r"\n|\.\s", completion[said.end() :], maxsplit=1)[0]
+    else:
+        text = SPECIAL.sub("", completion[-4000:]).rpartition("\n")[2]
+    letter = OPTION.match(text)
+    if letter is None:
         return None
-    return lone(text, found)
+    rest = text[letter.end() :]
+    plain = letter[0].strip() in "abcde" or not (said or held)  # "a" may be the article, and a line any prose
+    if MORE.search(rest) or (plain and rest.strip() and rest[0] not in ".):,"):
+        return None
+    return letter[1].upper()
 
 
-def lone(text: str, found: re.Match[str]) -> Fraction | None:
-    """The value of a number that NUMBER found; None if it is part of a larger expression or too long to be meant."""
-    before = text[max(0, found.start() - 16) : found.start()]
-    if LEFT.search(before) or RIGHT.match(text, found.end()) or len(found[0]) > MAX_DIGITS:
-        return None
-    whole, top, bottom = (Fraction((found[part] or default).replace(",", ""))
-                          for part, default in (("whole", "0"), ("top", ""), ("bottom", "1")))  # fmt: skip
-    if bottom == 0:
-        return None
-    return (whole + top / bottom) * (-1 if found["sign"] == "-" else 1)
+def format(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
+           **row: Any) -> float:  # fmt: skip
+    """1 for <think>…</think><answer>…</answer>: each tag once, in this order, text in both, nothing outside; else 0.
+
+    White space and a chat's own end marks around them change nothing.
+
+    >>> format("", "<think>3 and 6</think><answer>9</answer><|im_end|>", (), (), "")
+    1.0
+    """
+    outside, inside, text = [], [], completion
+    for tag in TAGS:
+        before, found, text = text.partition(tag)
+        (outside if tag[1] != "/" else inside).append(before)
+        if not found or completion.count(tag) != 1:
+            return 0.0
+    return float(all(map(str.strip, inside)) and not "".join(outside).strip() and bool(SPECIAL.match(text)))
+
+
+def length(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
+           **row: Any) -> float:  # fmt: skip
+    """A penalty, −tokens / 1000 of the completion; its weight says how much: length=0.1 takes 0.1 for 1000 tokens."""
+    return -len(completion_ids) / 1000
+
+
+def repetition(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
+               **row: Any) -> float:  # fmt: skip
+    """A penalty, the share of runs of four words that have occurred before: (distinct − all) / all, from −1 to 0.
+
+    >>> repetition("", "a b c d a b c d", (), (), "")  # five runs, of which the last is the first
+    -0.2
+    """
+    words = completion.split()
+    runs = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
+    return (len(set(runs)) - len(runs)) / len(runs) if runs else 0.0
+
+
+PENALTIES = ("length", "repetition")  # what they pay at best is 0, and an empty answer gets it
+REWARDS: dict[str, Callable[..., float] | str] = {
+    "exact": exact, "number": number, "math": "nanorl.symbolic:math", "geometry": "nanorl.symbolic:geometry",
+    "countdown": "nanorl.countdown:countdown", "choice": choice, "count": count, "format": format,
+    "length": length, "repetition": repetition, "arithmetic": arithmetic,
+}  # fmt: skip
+READABLE: dict[str, Callable[[str], bool] | str] = {  # can it judge against this answer?
+    "number": lambda answer: value(answer, bare=True) is not None,
+    "math": "nanorl.symbolic:readable", "geometry": "nanorl.symbolic:readable",
+    "countdown": "nanorl.countdown:readable",
+    "choice": lambda answer: choice("", answer, (), (), answer) == 1.0,
+    "count": lambda answer: count("", answer, (), (), answer) == 1.0,
+    "exact": lambda answer: bool(answer.strip()), "arithmetic": lambda answer: bool(answer.strip()),
+}  # fmt: skip
+
+
+def imported(target: Any) -> Any:
+    """What a text "module:NAME" names; anything else is itself."""
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def gold(name: str, answer: str) -> bool:
-    """Can this verifier judge against this answer at all? Rows for which it cannot are dropped before training."""
-    return value(answer, bare=True) is not None if name == "number" else bool(answer.strip())
-
-
-def arithmetic(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
-               **row: Any) -> float:  # fmt: skip
-    """`exact`, for additions; it logs beside it whether the completion shows its working."""
-    from nanorl.monitor import log  # monitor.py reads config.py, which reads this file
-
-    log("worked", "(" in completion)
-    return REWARDS["exact"](prompt, completion, prompt_ids, completion_ids, answer, **row)
-
-
-REWARDS: dict[str, Callable[..., float]] = {"exact": exact, "number": number, "arithmetic": arithmetic}
+    """Can this reward judge against this answer at all? Rows for which it cannot are dropped before training. A penalty,
+    `format` and a reward of your own are not asked: they take any."""
+    return name not in READABLE or imported(READABLE[name])(answer)
 
 
 def split(spec: str) -> tuple[str, float]:
-    """A reward and its weight, 1 where none is given.
+    """The reward's name and its weight, 1 where none is given.
 
-    >>> split("number"), split("mine.py:format=0.2"), split("a=b.py:f")
-    (('number', 1.0), ('mine.py:format', 0.2), ('a=b.py:f', 1.0))
+    >>> split("format=0.2"), split("mine.py:paid")
+    (('format', 0.2), ('mine.py:paid', 1.0))
     """
-    name, _, weight = spec.rpartition("=")
+    name, equals, weight = spec.rpartition("=")
     try:
-        return (name, float(weight)) if name else (spec, 1.0)
-    except ValueError:
+        return (name, float(weight)) if equals else (spec, 1.0)
+    except ValueError:  # a file's name may hold an =
         return spec, 1.0
 
 
 def label(spec: str) -> str:
-    """The name under which a reward is logged.
+    """The name under which a reward is logged: its own, without file or weight.
 
-    >>> label("number"), label("mine.py:format=0.2")
-    ('number', 'format')
+    >>> label("format=0.2"), label("rewards/mine.py:paid=2")
+    ('format', 'paid')
     """
     return split(spec)[0].rpartition(":")[2]
 
 
 def named(spec: str) -> Callable[..., Any]:
-    """The function that a name of REWARDS or FILE.py:NAME stands for. Raises Refused, in one line."""
-    from nanorl.config import Refused  # config.py reads this file
+    """The reward of a name in REWARDS, or of FILE.py:NAME, whose file is run. A weight behind it is left out.
 
-    path, _, name = spec.rpartition(":")
-    if not path:
-        if name not in REWARDS:
-            raise Refused(f"--reward {spec}: no such verifier; there are {', '.join(REWARDS)}, or FILE.py:NAME")
-        return REWARDS[name]
+    Raises Refused in one line where there is none.
+    """
+    from nanorl.config import Refused  # here: config imports this file
+
+    name = split(spec)[0]
+    if name in REWARDS:
+        return imported(REWARDS[name])
+    path, colon, function = name.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise Refused(f"--reward {spec}: no such verifier; there are {', '.join(REWARDS)}, or FILE.py:NAME")
+    if not Path(path).is_file():
+        raise Refused(f"--reward {spec}: there is no file {path}")
     try:
-        found = importlib.util.spec_from_file_location(f"nanorl_reward_{Path(path).stem}", path)
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-    except Exception as error:
-        raise Refused(f"--reward {spec}: {path} cannot be imported ({type(error).__name__}: {error})") from None
-    if not callable(getattr(module, name, None)):
-        raise Refused(f"--reward {spec}: {path} has no function {name}")
-    return getattr(module, name)
+        module = executed(path)
+    except (Exception, SystemExit) as error:  # the user's file may do anything; the line is in the cause
+        raise Refused(f"--reward {spec}: {path} cannot be imported ({reprlib.repr(error)})") from error
+    if not callable(found := getattr(module, function, None)):
+        raise Refused(f"--reward {spec}: {path} has no function {function}")
+    return found
+
+
+@lru_cache
+def executed(path: str) -> ModuleType:
+    """The module that a file makes. It is run once."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Unusable(ValueError):

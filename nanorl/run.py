@@ -96,6 +96,8 @@ class Run:
             log(name, value)
         if verdict.value is None:
             raise rollout.Unscored(verdict.fault)
+        if prompt.task:
+            log(f"task/{prompt.task}/reward", verdict.value)
         return verdict.value
 
     def sampling(self) -> engine.Sampling:

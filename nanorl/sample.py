@@ -37,6 +37,8 @@ class Prompt:
     answer: str
     row: dict[str, Any] = field(default_factory=dict)  # the problem's other fields, given to the reward by name
     images: tuple[Any, ...] = ()
+    rewards: tuple[str, ...] = ()  # what judges it, where tasks are mixed; else the task's
+    task: str = ""  # which of the mixed tasks it is from
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,11 @@ class Scorer:
 
         Raises Lost where a sample without a score is to stop the run, or too many have none.
         """
+        specs = prompt.rewards or self.specs
         if self.here:
-            verdict, error = await self.unlimited(prompt, completion, completion_ids)
+            verdict, error = await self.unlimited(specs, prompt, completion, completion_ids)
         else:
-            job, error = Job(asked(self.specs, prompt, completion, completion_ids), Future()), None
+            job, error = Job(asked(specs, prompt, completion, completion_ids), Future()), None
             with self.changed:
                 if self.error is not None:
                     raise self.error
@@ -92,18 +93,18 @@ class Scorer:
                 self.changed.notify()
             verdict = await asyncio.wrap_future(job.told)
         verdict = self.settled(verdict, prompt.number, error)
-        parts = [(f"reward/{name}", value) for name, value in verdict.parts.items()] if len(self.specs) > 1 else []
+        parts = [(f"reward/{name}", value) for name, value in verdict.parts.items()] if len(specs) > 1 else []
         return replace(verdict, notes=(*verdict.notes, *parts))
 
-    async def unlimited(self, prompt: Prompt, completion: str,
+    async def unlimited(self, specs: tuple[str, ...], prompt: Prompt, completion: str,
                         completion_ids: Sequence[int]) -> tuple[Verdict, Exception | None]:  # fmt: skip
         """A verdict in this process, and what the reward raised."""
         parts, notes = {}, []
         try:
             with collecting() as notes:
-                for spec in self.specs:
+                for spec in specs:
                     parts[label(spec)] = await reward.score(self.here[spec], prompt, completion, completion_ids)
-            return Verdict(total(parts, self.specs), parts, tuple(notes)), None
+            return Verdict(total(parts, specs), parts, tuple(notes)), None
         except Exception as error:
             return Verdict(None, parts, tuple(notes), reason(error), last_line(error)), error
 

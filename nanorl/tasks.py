@@ -6,12 +6,10 @@ is the same problem in every run, also in a resumed one. Held-out problems are n
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from nanorl import reward
-from nanorl.config import Config, Refused
-from nanorl.monitor import collecting
+from nanorl import countdown, reward
+from nanorl.config import Config, Refused, shares
+from nanorl.probe import asking, checked, ended, written
 from nanorl.sample import Prompt
 
 POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids", "answer")  # what every reward gets by position
@@ -29,11 +27,14 @@ POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids", "answer") 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question (text, or chat messages), the answer it is judged by, and the row's other fields."""
+    """A question (text, or chat messages), the answer it is judged by, and the row's other fields. Where tasks are mixed
+    it says which rewards judge it, and whose it is."""
 
     prompt: str | list[dict[str, str]]
     answer: str
     row: dict[str, Any] = field(default_factory=dict)
+    rewards: tuple[str, ...] = ()
+    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class Task:
     says: str
     train: Callable[[int], Problem]
     held_out: list[Problem]
-    reward: Callable[..., Any]
-    rewards: tuple[str, ...]  # its name, for the processes that score
+    rewards: tuple[str, ...]  # as --reward names them
     suffix: str
     answered: Callable[[Problem], str]
     problems: tuple[Problem, ...] = ()  # all that train draws from, where that is a list
@@ -56,16 +56,39 @@ def fingerprint(task: Task) -> int:
 
 
 def load(cfg: Config) -> Task:
-    """The task that the flags name. Raises Refused, with file and line, where its data cannot be used."""
-    task = arithmetic(cfg) if cfg.task == "arithmetic" else from_file(cfg)
-    sample = task.train(0)
-    with collecting():  # what a reward logs here is nobody's
-        worth = task.reward("", task.answered(sample), (), (), sample.answer, **sample.row)
-        worth = asyncio.run(worth) if inspect.iscoroutine(worth) else worth
-    if worth != 1.0:  # prompt and verifier must speak of the same format, or nothing can be learned
-        raise Refused(f"--reward: the verifier gives {worth} to the right answer {sample.answer!r}, written as "
-                      f"{task.answered(sample)[-60:]!r}; choose another")
-    return task
+    """The task that the flags name, or several mixed. Raises Refused where its data cannot be used, or prompt and rewards
+    do not speak of the same format."""
+    parts = shares(cfg.task)
+    if len(parts) == 1:
+        (name,) = parts
+        return checked(MAKERS[name](replace(cfg, task=name)))
+    made = {name: checked(MAKERS[name](replace(cfg, task=name, eval_problems=max(1, round(cfg.eval_problems * share)))))
+            for name, share in parts.items()}  # fmt: skip
+    return mixed(made, parts, cfg.seed)
+
+
+def mixed(made: dict[str, Task], parts: dict[str, float], seed: int) -> Task:
+    """Several tasks in one run: which one prompt n is from is drawn by (seed, n) with the weights as probabilities."""
+
+    def tagged(problem: Problem, name: str) -> Problem:
+        """The problem with what its task would have said beside it."""
+        prompt = ended(problem.prompt, made[name].suffix)
+        return replace(problem, prompt=prompt, rewards=made[name].rewards, task=name)
+
+    def train(number: int) -> Problem:
+        """Problem `number`, by the task that is drawn for it."""
+        name = str(np.random.default_rng((seed, 3, number)).choice([*parts], p=[*parts.values()]))
+        return tagged(made[name].train(number), name)
+
+    return Task(
+        says="; ".join(f"{share:.0%} {made[name].says}" for name, share in parts.items()),
+        train=train,
+        held_out=[tagged(p, name) for name, task in made.items() for p in task.held_out],
+        rewards=tuple(dict.fromkeys(spec for task in made.values() for spec in task.rewards)),
+        suffix="",
+        answered=lambda p: made[p.task].answered(p),
+        problems=tuple(tagged(p, name) for name, task in made.items() for p in task.problems),
+    )
 
 
 # ------------------------------------------------------------------------------------------------ arithmetic
@@ -108,7 +131,7 @@ def arithmetic(cfg: Config) -> Task:
     def problem(a: int, b: int) -> Problem:
         return Problem(f"{a}+{b}=", str(a + b), {"after": ")"})
 
-    verifier = cfg.reward or "arithmetic"
+    rewards = cfg.reward or ("arithmetic",)
     rng, held_out = np.random.default_rng(0), {}
     for _ in range(4 * cfg.eval_problems):  # numbers of one or two digits may have fewer than asked for
         held_out[addition(rng, cfg.digits, "held out")] = None
@@ -118,10 +141,34 @@ def arithmetic(cfg: Config) -> Task:
         says=f"additions of two {cfg.digits}-digit numbers, judged exactly",
         train=lambda number: problem(*addition(np.random.default_rng((cfg.seed, 1, number)), cfg.digits, "training")),
         held_out=[problem(a, b) for a, b in held_out],
-        reward=reward.named(verifier),
-        rewards=(verifier,),
-        suffix=cfg.prompt_suffix or "",
-        answered=lambda p: worked(*map(int, p.prompt[:-1].split("+"))),
+        rewards=rewards,
+        suffix=asking(rewards, "") if cfg.prompt_suffix is None else cfg.prompt_suffix,
+        answered=lambda p: written(p, rewards, worked(*map(int, p.prompt[:-1].split("+")))),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ countdown
+
+
+def from_numbers(cfg: Config) -> Task:
+    """Countdown: make a target from three or four numbers, each used once. Whole problems are held out (1/16)."""
+    rewards = cfg.reward or ("countdown",)
+
+    def problem(key: str, held_out: bool) -> Problem:
+        """The problem of this key in its part."""
+        numbers, target, solution = countdown.problem(key, held_out)
+        listed = ", ".join(map(str, numbers))
+        return Problem(f"Use the numbers {listed}, each exactly once, with + - * / and parentheses to make {target}.",
+                       f"target={target};numbers={listed.replace(' ', '')}", {"solution": solution})  # fmt: skip
+
+    own = "" if "format" in map(reward.label, rewards) else "\nWrite the expression between <answer> and </answer>."
+    return Task(
+        says="countdown with three or four numbers",
+        train=lambda number: problem(f"{cfg.seed} {number}", False),
+        held_out=[problem(f"held out {i}", True) for i in range(cfg.eval_problems)],
+        rewards=rewards,
+        suffix=asking(rewards, own) if cfg.prompt_suffix is None else cfg.prompt_suffix,
+        answered=lambda p: written(p, rewards),
     )
 
 
@@ -130,11 +177,11 @@ def arithmetic(cfg: Config) -> Task:
 
 def from_file(cfg: Config) -> Task:
     """GSM8K or any JSONL. Every epoch has its own order; the held-out rows are the same for every seed."""
-    verifier = cfg.reward or ("number" if cfg.task == "gsm8k" else "exact")
+    rewards = cfg.reward or ("number" if cfg.task == "gsm8k" else "exact",)
     suffix = "\nThink step by step. End with a line '#### ' and the number." if cfg.task == "gsm8k" else ""
-    rows, dropped = usable(read(cfg.data, cfg.task), verifier)
+    rows, dropped = usable(read(cfg.data, cfg.task), rewards)
     if cfg.eval_data:
-        held_out, _ = usable(read(cfg.eval_data, cfg.task), verifier)
+        held_out, _ = usable(read(cfg.eval_data, cfg.task), rewards)
         held_out, train = held_out[: cfg.eval_problems], rows
     else:
         order = np.random.default_rng(0).permutation(len(rows))
@@ -142,7 +189,7 @@ def from_file(cfg: Config) -> Task:
         held_out, train = [rows[i] for i in order[:n]], [rows[i] for i in order[n:]]
     asked, before = {str(p.prompt) for p in held_out}, len(train)
     train = [p for p in train if str(p.prompt) not in asked]  # the same question twice in a file would be a leak
-    left_out = f"left out: {dropped} whose answer '{verifier}' cannot read, {before - len(train)} that are held out too"
+    left_out = f"left out: {dropped} whose answer '{', '.join(map(reward.label, rewards))}' cannot read, {before - len(train)} that are held out too"
     if not train or not held_out:
         raise Refused(f"--data {cfg.data}: {len(train)} problems to train on and {len(held_out)} to hold out, at least "
                       f"one each is needed ({left_out})")
@@ -155,18 +202,17 @@ def from_file(cfg: Config) -> Task:
         says=f"{cfg.data}: {len(train)} problems to train on, {len(held_out)} held out; {left_out}",
         train=lambda number: train[epoch(number // len(train))[number % len(train)]],
         held_out=held_out,
-        reward=reward.named(verifier),
-        rewards=(verifier,),
-        suffix=suffix if cfg.prompt_suffix is None else cfg.prompt_suffix,
-        answered=lambda p: f"So it is.\n#### {p.answer.rsplit('####')[-1].strip()}" if verifier == "number"
-                           else p.row.get("after", "") + p.answer,
+        rewards=rewards,
+        suffix=asking(rewards, suffix) if cfg.prompt_suffix is None else cfg.prompt_suffix,
+        answered=lambda p: written(p, rewards),
         problems=(*train, *held_out),
     )  # fmt: skip
 
 
-def usable(problems: list[Problem], verifier: str) -> tuple[list[Problem], int]:
-    """The problems whose answer the verifier can read, and how many it cannot."""
-    good = [p for p in problems if reward.gold(verifier, p.answer)]
+def usable(problems: list[Problem], rewards: tuple[str, ...]) -> tuple[list[Problem], int]:
+    """The problems whose answer every reward can judge by, and how many it cannot."""
+    names = [reward.split(spec)[0] for spec in rewards]
+    good = [p for p in problems if all(reward.gold(name, p.answer) for name in names)]
     return good, len(problems) - len(good)
 
 
@@ -214,10 +260,10 @@ def render(problem: Problem, tokenizer: Any, system: str | None, suffix: str) ->
     if tokenizer.chat_template is None:
         if system is not None or not isinstance(problem.prompt, str):
             raise Refused("--system-prompt and chat messages need a model with a chat template; this one has none")
-        text = problem.prompt + suffix
+        text = ended(problem.prompt, suffix)
         return text, tuple(tokenizer(text).input_ids)
-    messages = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else list(problem.prompt)
-    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + suffix}
+    messages = ended(problem.prompt, suffix)
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     if system is not None:
         messages = [{"role": "system", "content": system}, *(m for m in messages if m["role"] != "system")]
     try:
@@ -230,7 +276,7 @@ def render(problem: Problem, tokenizer: Any, system: str | None, suffix: str) ->
 def make_prompt(problem: Problem, number: int, tokenizer: Any, cfg: Config, task: Task) -> Prompt:
     """The problem as prompt `number` of the run."""
     text, ids = render(problem, tokenizer, cfg.system_prompt, task.suffix)
-    return Prompt(number=number, ids=ids, text=text, answer=problem.answer, row=problem.row)
+    return Prompt(number, ids, text, problem.answer, problem.row, rewards=problem.rewards, task=problem.task)
 
 
 def check_lengths(task: Task, tokenizer: Any, cfg: Config, room: int) -> None:
@@ -246,3 +292,6 @@ def check_lengths(task: Task, tokenizer: Any, cfg: Config, room: int) -> None:
         if length + cfg.max_new_tokens > room:
             raise Refused(f"--max-new-tokens {cfg.max_new_tokens}: the model has room for {room} tokens and the prompt "
                           f"{str(problem.prompt)[:40]!r} takes {length}; lower it, or drop that row")
+
+
+MAKERS = {"arithmetic": arithmetic, "countdown": from_numbers, "gsm8k": from_file, "jsonl": from_file}

@@ -15,10 +15,16 @@ from transformers import PreTrainedTokenizerFast
 from nanorl import tasks, tiny
 from nanorl.config import Config, Refused, resolved
 from nanorl.monitor import collecting
-from nanorl.reward import REWARDS
+from nanorl.reward import REWARDS, label, named
 from nanorl.tasks import Problem, check_lengths, make_prompt, part, read, render, worked
 
 SEEDS = range(3)
+
+
+def paid(task, completion, problem, **row):
+    """What the first reward of a task gives."""
+    told = named(task.rewards[0])("", completion, (), (), problem.answer, **problem.row, **row)
+    return asyncio.run(told) if asyncio.iscoroutine(told) else told
 
 
 def numbers_of(problem):
@@ -117,9 +123,9 @@ def test_the_answer_is_right_with_and_without_working_and_the_length_limit_has_r
     for problem in map(task.train, range(50)):
         a, b = numbers_of(problem)
         assert problem.answer == str(a + b)
-        for completion, paid in ((worked(a, b), 1.0), (str(a + b), 1.0), (str(a + b + 1), 0.0), (worked(a, b + 1), 0.0)):
+        for completion, worth in ((worked(a, b), 1.0), (str(a + b), 1.0), (str(a + b + 1), 0.0), (worked(a, b + 1), 0.0)):
             with collecting() as notes:
-                assert task.reward(problem.prompt, completion, (), (), problem.answer, **problem.row) == paid
+                assert paid(task, completion, problem) == worth
             assert notes == [("worked", float("(" in completion))]
         assert len(tiny.tokenizer()(worked(a, b)).input_ids) + 1 <= resolved(Config(digits=digits)).max_new_tokens
 
@@ -208,11 +214,11 @@ def test_a_missing_or_binary_file_and_a_folder_are_refused_by_flag(tmp_path):
 def test_rows_whose_answer_the_verifier_cannot_read_are_dropped_and_counted(tmp_path):
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "many"}, {"prompt": "c", "answer": "so 2\n#### 2"},
             {"prompt": "d", "answer": "3 or 4"}, {"prompt": "e", "answer": 5}]  # fmt: skip
-    task = from_rows(tmp_path, rows, reward="number")
+    task = from_rows(tmp_path, rows, reward=("number",))
     assert {p.prompt for p in task.problems} == {"a", "c", "e"} and "left out: 2 whose answer" in task.says
     assert {p.prompt for p in from_rows(tmp_path, rows).problems} == set("abcde")  # exactly, any text can be judged
     with pytest.raises(Refused, match=r"^--data .*: 0 problems .*4 whose answer 'number' cannot read"):
-        from_rows(tmp_path, [{"prompt": "a", "answer": "none"}] * 4, reward="number")
+        from_rows(tmp_path, [{"prompt": "a", "answer": "none"}] * 4, reward=("number",))
     with pytest.raises(Refused, match="0 problems to train on and 1 to hold out"):
         from_rows(tmp_path, questions(1))
 
@@ -225,10 +231,10 @@ def test_a_reward_that_awaits_is_asked_what_the_right_answer_is_worth_like_any_o
 
     monkeypatch.setitem(REWARDS, "patient", patient)
     if pays:
-        assert asyncio.run(arithmetic(reward="patient").reward("", "12", (), (), "12")) == 1.0
+        assert paid(arithmetic(reward=("patient",)), "12", Problem("", "12")) == 1.0
     else:
-        with pytest.raises(Refused, match="^--reward: the verifier gives 0.0 to the right answer"):
-            arithmetic(reward="patient")
+        with pytest.raises(Refused, match="^--reward (exact|patient): gives 0.0 to the right answer"):
+            arithmetic(reward=("patient",))
 
 
 def test_the_fields_of_a_row_reach_the_reward_by_name_and_none_shadows_what_it_gets_anyway(tmp_path):
@@ -237,8 +243,8 @@ def test_the_fields_of_a_row_reach_the_reward_by_name_and_none_shadows_what_it_g
     for i in range(3):
         problem = task.train(i)
         assert problem.row == {"level": int(problem.answer), "after": "=>"}
-        assert task.reward("", f"so => {problem.answer}", (), (), problem.answer, **problem.row) == 1.0
-        assert task.reward("", f"so: {problem.answer}", (), (), problem.answer, **problem.row) == 0.0
+        assert paid(task, f"so => {problem.answer}", problem) == 1.0
+        assert paid(task, f"so: {problem.answer}", problem) == 0.0
 
 
 def test_gsm8k_asks_its_question_and_judges_the_number_after_its_mark(tmp_path):
@@ -247,9 +253,9 @@ def test_gsm8k_asks_its_question_and_judges_the_number_after_its_mark(tmp_path):
     problem = task.train(0)
     assert problem.prompt.startswith("What is") and "####" in task.suffix
     gold = problem.answer.rsplit("#### ")[-1]
-    assert task.reward("", f"It is\n#### {gold}", (), (), problem.answer) == 1.0
-    assert task.reward("", f"It is\n#### {int(gold) + 1}", (), (), problem.answer) == 0.0
-    assert task.reward("", task.answered(problem), (), (), problem.answer) == 1.0
+    assert paid(task, f"It is\n#### {gold}", problem) == 1.0
+    assert paid(task, f"It is\n#### {int(gold) + 1}", problem) == 0.0
+    assert paid(task, task.answered(problem), problem) == 1.0
     assert from_rows(tmp_path, rows, task="gsm8k", prompt_suffix="").suffix == ""
     with pytest.raises(Refused, match='line 1: needs an object with "question"'):
         from_rows(tmp_path, questions(3), task="gsm8k")
@@ -258,7 +264,7 @@ def test_gsm8k_asks_its_question_and_judges_the_number_after_its_mark(tmp_path):
 def test_a_verifier_that_would_pay_nothing_for_the_right_answer_is_refused(tmp_path):
     rows = [{"prompt": f"q{i}", "answer": "right", "after": "=>"} for i in range(3)]
     assert from_rows(tmp_path, rows).answered(Problem("q", "right", {"after": "=>"})) == "=>right"
-    with pytest.raises(Refused, match="^--reward: the verifier gives 0.0 to the right answer"):
+    with pytest.raises(Refused, match="^--reward (exact|patient): gives 0.0 to the right answer"):
         from_rows(tmp_path, [row | {"answer": "a => b"} for row in rows])
 
 

@@ -169,10 +169,10 @@ def watched(monkeypatch):
 
 
 def pays(monkeypatch, worth):
-    """The reward of this test's runs: worth(completion_ids), 1 for none, since the right answer has to earn 1."""
+    """The reward of this test's runs: worth(completion_ids), 1 for none, since the right answer has to earn 1, and 0 for an empty one."""
     def paid(prompt, completion, prompt_ids, completion_ids, answer, **row):
-        return worth(completion_ids) if completion_ids else 1.0
-    monkeypatch.setitem(reward.REWARDS, "exact", paid)
+        return worth(completion_ids) if completion_ids else float(bool(completion))
+    monkeypatch.setitem(reward.REWARDS, "arithmetic", paid)
 
 
 def even(ids):

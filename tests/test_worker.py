@@ -789,7 +789,7 @@ def moody(prompt, text, asked, ids, answer, **row):
             raise OSError("no such judge")
         return float(ids[0] % 2)
 
-    return told() if ids else 1.0
+    return told() if ids else float(bool(text))
 
 
 MOODY = ("--dynamic-sampling", "refill", "--max-failed", 0.5)
@@ -800,7 +800,7 @@ MOODY = ("--dynamic-sampling", "refill", "--max-failed", 0.5)
 def test_stopped_at_lag_4_and_resumed_every_prompt_is_accounted_for_once(start, tmp_path, monkeypatch, watched, way,
                                                                          overtake):  # fmt: skip
     """What was in flight is asked again first, in its order, and never what was trained or rejected."""
-    monkeypatch.setitem(reward.REWARDS, "exact", moody)
+    monkeypatch.setitem(reward.REWARDS, "arithmetic", moody)
     watched.stop, folder = [6], tmp_path / "run"
     pace = ("--dynamic-sampling", way, "--max-failed", 0.5, "--overtake", overtake)
     assert worker_run(start, folder, "--steps", 18, *pace, lag=4) == 130
@@ -826,7 +826,7 @@ from nanorl import reward
 from nanorl.launch import launch
 
 {inspect.getsource(moody)}
-reward.REWARDS["exact"] = moody
+reward.REWARDS["arithmetic"] = moody
 sys.exit(launch("train_grpo.py", "grpo", train_grpo.train, sys.argv[1:]))
 """
 
@@ -865,7 +865,7 @@ def trains(program, steps=5):
 
 def goes_on(folder, monkeypatch):
     """The run resumes, here, for six more steps, and its accounts are in order before and after."""
-    monkeypatch.setitem(reward.REWARDS, "exact", moody)
+    monkeypatch.setitem(reward.REWARDS, "arithmetic", moody)
     steps = int(checkpoint.latest(folder).name.removeprefix("step-"))
     assert launch("--resume", folder, "--steps", steps + 6) == 0
     assert len(check_accounts(folder)) == (steps + 6) * P and state_of(folder)["again"] == []

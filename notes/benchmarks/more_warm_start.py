@@ -38,7 +38,7 @@ if __name__ == "__main__":
     sampling = engine.Sampling(
         cfg.max_new_tokens, 1.0, policy.end_tokens(net, tokenizer), key=(args.seed, rollout.EVALUATE)
     )
-    score = partial(reward.score, task.reward)
+    score = partial(reward.score, reward.named(task.rewards[0]))
     results, groups = asyncio.run(
         evaluate.evaluate(sampler, tokenizer, prompts, score, sampling, 1, args.seed, lambda done: None)
     )

@@ -70,9 +70,8 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=30)
     args = parser.parse_args()
-    reward.REWARDS["moody"] = moody
     threading.Thread(target=watch, args=(args.minutes,), daemon=True).start()
-    flags = ["--reward", "moody", "--engine", "worker", "--max-lag", "4", "--overtake", "1", "--dynamic-sampling", "refill",
+    flags = ["--reward", f"{__file__}:moody", "--engine", "worker", "--max-lag", "4", "--overtake", "1", "--dynamic-sampling", "refill",
              "--max-failed", "0.5", "--lr", "1e-6", "--steps", "1000000", "--eval-every", "200",
              "--reward-workers", "0"]  # fmt: skip
     status = launch("train_grpo.py", "grpo", train_grpo.train, [*flags, "--out", str(args.folder)])
