@@ -204,7 +204,7 @@ def check(name: str, cfg: Config, axes: Axes) -> None:
     if (line := pace.wrong(cfg.pace, cfg.engine, cfg.prompts_per_step)) is not None:
         raise Refused(line)
     refuse_servers(cfg)
-    chosen(name, axes, cfg.pace.stale).refuse(cfg, ALGORITHMS[name].axes, Refused)
+    chosen(name, axes, cfg.pace.stale, cfg.max_new_tokens).refuse(cfg, ALGORITHMS[name].axes, Refused)
 
 
 def refuse_servers(cfg: Config) -> None:

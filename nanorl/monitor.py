@@ -64,7 +64,7 @@ def collecting() -> Iterator[list[tuple[str, float]]]:
 
 def own(name: str) -> bool:
     """The name is a user's: neither ours nor among the names that we may yet write."""
-    return name not in KEYS and not name.startswith((*WALL_CLOCK, "eval/"))
+    return name not in KEYS and not name.startswith((*WALL_CLOCK, "eval/", "shaping/"))
 
 
 COLUMNS = (  # title, width, key in metrics.jsonl, format; what a person looks at
