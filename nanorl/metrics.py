@@ -85,7 +85,7 @@ def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algo
         "reward": mean(reward), "reward/std": std(reward),
         "reward/group_std": float((share * A.group_std(reward, group)).sum() / share.sum()),
         "contrast": float((share * ~A.constant(reward, reward, group)).sum() / share.sum()),
-        "adv/mean": mean(batch.adv[mask]), "adv/std": std(batch.adv[mask]),
+        "adv/mean": mean(batch.adv[batch.counted]), "adv/std": std(batch.adv[batch.counted]),
         **mean_max("lag", (batch.step - first)[tokens > 0]), **mean_max("ratio", ratio),
         **clip_shares(batch, trained, ratio, algo),
         "kl/prox": mean(L.kl(start, logp, trained)[trained]),  # samples of π_prox: KL(π_prox‖π_θ), E[r − 1 − log r]
@@ -94,7 +94,8 @@ def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algo
         "entropy": -mean(batch.logp_behave[mask]),
         "repeat/token": int(counts.max()) / int(counts.sum()) if len(counts) else math.nan,
         **mean_max("length", tokens), "truncated": mean(batch.truncated),
-        **shaping_metrics(batch, algo), "samples": len(batch), "tokens": int(tokens.sum()), "trained_rows": mean((mask & logp.isfinite()).any(1)),
+        "samples": len(batch), "tokens": int(tokens.sum()), "trained_rows": mean((mask & logp.isfinite()).any(1)),
+        **shaping_metrics(batch, algo),
     }  # fmt: skip
     if batch.logp_ref is not None:
         metrics["kl/ref"] = mean(L.kl(logp, batch.logp_ref, trained)[trained])

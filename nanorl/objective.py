@@ -91,7 +91,7 @@ class Algorithm:
         return frozenset(needs | ({"value"} if self.critic else set()))
 
     def rewards(self, batch: Batch) -> Tensor:
-        """[B, T] what each sampled token earns: rewards shaped, normalised, placed, less the KL where it is in the reward.
+        """[B, T] what a sampled token earns: rewards shaped, normalised, placed, less the KL where it is in the reward.
 
         A reward stays with the token that earned it, unless it is normalised: then it is one number a row, at its end.
         """

@@ -159,7 +159,7 @@ class Batch:
         return [torch.from_numpy(part) for rows in passes for part in np.array_split(rows, updates)]
 
     def weighted(self, aggregation: str, length_limit: int) -> Batch:
-        """This update with the weight of every token: `loss.weights` over what is counted, then zero where `keep` is False."""
+        """This update with each token's weight: `loss.weights` over what is counted, then zero where `keep` is False."""
         weight = weights(aggregation, self.counted.to(self.adv.dtype), self.group, length_limit)
         weight = weight if self.keep is None else weight * self.keep
         return replace(self, weight=weight, local_mean=aggregation == "bnpo")

@@ -1,10 +1,10 @@
 """What becomes of a reward before it is compared? Four steps on it, and what counts of an answer that was cut.
 
     R    what the reward function said, added up over the row; `Batch.rewards` keeps it, and `reward` in the metrics
-    1    truncated   R ← 0, or a fixed number, for an answer cut at the length limit      --truncated zero, penalty
-    2    overlong    R ← R − κ·min(max(n − (L − C), 0)/C, 1), n sampled tokens            --shaping.overlong-penalty κ
-    3    scale       R ← (R + b)·s, or R·s + b                                            --shaping.bias b --shaping.scale s
-    4    clip        R ← min(max(R, −c), c)                                               --shaping.clip c
+    1    truncated   R ← 0, or a fixed number, for an answer that was cut     --truncated zero, penalty
+    2    overlong    R ← R − κ·min(max(n − (L − C), 0)/C, 1), n its tokens    --shaping.overlong-penalty κ
+    3    scale       R ← (R + b)·s, or R·s + b                                --shaping.bias b, --shaping.scale s
+    4    clip        R ← min(max(R, −c), c)                                   --shaping.clip c
 
 Then comes `advantage.normalise`, and after it the KL. The order is that of AReaL's code; each step is off unless asked
 for. The steps see one number a row: in several turns the bias is added once, and n counts all turns. Pure functions of
@@ -209,5 +209,7 @@ def remarks(axes: Axes) -> Iterator[str]:
         yield f"after the clip at {how.clip:g} rewards of 0 ({low:g} by then) and of 1 ({high:g}) are one; widen it"
     undone = [flag for flag, is_undone in (("--shaping.bias", how.bias and norm.mean_level != "none"),
                                            ("--shaping.scale", how.scale != 1 and norm.std_level != "none")) if is_undone]
+    if axes.critic.bootstrap and axes.truncated in ("zero", "penalty"):
+        yield "a cut answer gets its fixed reward and V at the cut; leave out --truncated or --critic.bootstrap"
     if undone and how.clip is None:
         yield f"{' and '.join(undone)}: the reward norm takes {'it' if len(undone) == 1 else 'them'} out again"

@@ -22,8 +22,8 @@ from nanorl.objective import READS, Algorithm, clipped, credit, importance, rein
 from nanorl.policy import Out
 from nanorl.sample import Batch, collate
 from tests import rows
-from tests.worlds import (LIMIT, LONGEST, NAN, Said, Slopes, algorithm, assert_same, changed, descend, group, said, sample,
-                          scrambled, slopes, world)  # fmt: skip
+from tests.worlds import (LIMIT, LONGEST, NAN, Said, Slopes, algorithm, assert_same, changed, descend, group, said,
+                          sample, scrambled, slopes, world)  # fmt: skip
 
 OWN = {name: row.axes.aggregation for name, row in ALGORITHMS.items()}
 WAYS = [(name, mode) for i, name in enumerate(ALGORITHMS) for mode in dict.fromkeys((OWN[name], MODES[i % 8]))]
@@ -645,7 +645,8 @@ WHITENED = {"adv_norm.mean_level": "batch", "adv_norm.std_level": "batch"}
 
 @pytest.mark.parametrize("name, more", [
     *((name, {}) for name in ALGORITHMS), ("grpo", WHITENED), ("grpo", {"entropy_weight": 0.1}),
-    ("grpo", {"gamma": 0.9}), ("grpo", {"truncated": "mask"}), ("grpo", {"truncated": "drop"}), ("grpo", {"kl_weight": 0.1}), ("grpo", {"kl_weight": 0.1, "ref_model": "M"}),
+    ("grpo", {"gamma": 0.9}), ("grpo", {"truncated": "mask"}), ("grpo", {"truncated": "drop"}),
+    ("grpo", {"kl_weight": 0.1}), ("grpo", {"kl_weight": 0.1, "ref_model": "M"}),
     ("grpo", {"reward_norm.mean_level": "batch"}), ("grpo", {"reward_norm.std_level": "batch"}),
     ("grpo", {"ratio_level": "joint"}), ("grpo", {"dual_clip": 3.0}), ("dr_grpo", {"reward_norm.leave_one_out": True}),
 ])  # fmt: skip

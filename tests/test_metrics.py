@@ -309,7 +309,8 @@ def test_an_answer_is_clipped_as_a_whole_by_its_mean_advantage():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_surrogate_without_a_clip_has_no_share_of_clipped_tokens(name):
     batch, logp = batch_of(GROUPS, 1)
-    keys = {key for key in step_metrics(GROUPS, batch, logp, chosen(name, ALGORITHMS[name].axes, longest=9)) if key.startswith("clip")}
+    algo = chosen(name, ALGORITHMS[name].axes, longest=9)
+    keys = {key for key in step_metrics(GROUPS, batch, logp, algo) if key.startswith("clip")}
     clips = "eps_low" in READS[ALGORITHMS[name].surrogate]
     assert keys == ({"clip", "clip/low", "clip/high"} if clips else set())
 

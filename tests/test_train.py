@@ -379,6 +379,11 @@ OPTIONAL = frozenset("""kl/ref clip/dual correction/mean correction/max correcti
     value/loss value/lr value/grad_norm value/mean value/explained""".split())  # of some algorithms alone
 
 
+def step_of_any(key):
+    """The key as notes/metrics.md has it: shaping/clip/mean is shaping/STEP/mean there."""
+    return re.sub(r"^shaping/\w+/", "shaping/STEP/", key)
+
+
 def own_keys(row, updates):
     """The keys of KEYS that a step of this row says."""
     axes, prefixes = row.axes, ()
@@ -406,7 +411,7 @@ def test_every_algorithm_trains(start, tmp_path, monkeypatch, name):
     documented = {*re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)}
     for line in lines(folder):
         assert line.keys() & KEYS == own_keys(row, updates)
-        assert line.keys() - documented <= {"worked"}
+        assert {step_of_any(key) for key in line} - documented <= {"worked"}
         assert line["grad_norm"] > 0 and line["skipped"] == 0
 
 

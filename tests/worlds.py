@@ -43,7 +43,8 @@ def world(seed: int) -> Batch:
 
     8 rows in groups of 3, 2, 2 and 1; unequal lengths; several turns (gaps in the mask); END = PAD; one group without
     contrast; rewards in the middle of one; one row that was cut short before its first token, two that ran into the
-    length limit, one of them alone in its group; NaN in every log-prob off the mask; tokens of versions 0 to 2, trained at step 2 when half of the updates are made.
+    length limit, one of them alone in its group; NaN in every log-prob off the mask; tokens of versions 0 to 2, trained
+    at step 2 when half of the updates are made.
     """
     rng = np.random.default_rng(seed)
     groups = []
