@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import pytest
 
-from nanorl import advantage, axes, checkpoint, critic, loss, metrics, objective, optimize, policy, sample, trpo
+from nanorl import advantage, axes, checkpoint, critic, loss, metrics, objective, optimize, policy, sample, shaping, trpo
 from nanorl.objective import Algorithm
 from nanorl.policy import Policy
 from tests import (
     test_advantage, test_algorithms, test_axes, test_checkpoint, test_critic, test_loss, test_metrics, test_policy,
-    test_sample, test_trpo,
+    test_sample, test_shaping, test_trpo,
 )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def prove(theorem: Callable[[], None]) -> None:
 
 
 T, L, A, S, X, N = test_algorithms, test_loss, test_advantage, test_sample, test_axes, test_trpo
-C, K, M, P = test_checkpoint, test_critic, test_metrics, test_policy
+C, K, M, P, H = test_checkpoint, test_critic, test_metrics, test_policy, test_shaping
 EQUATION = T.test_every_row_is_its_equation_in_loss_and_gradient
 TERMS = T.test_kl_and_entropy_are_added_to_every_row
 COEFFICIENT = partial(T.test_the_coefficient_multiplies_the_surrogate_alone, "grpo")
@@ -607,6 +607,24 @@ BUGS = [
     Bug("values of a micro-batch stand in the first rows", critic.valued.__wrapped__,
         "value[micro.row, : v.shape[1]], end", "value[: len(v), : v.shape[1]], end",
         partial(K.test_values_are_the_same_in_passes_of_any_size_and_carry_no_gradient, "own", 20)),
+    # shaping.py: what becomes of a reward before it is compared
+    Bug("an overlong answer loses ever more", shaping.overlong, ".clamp(0, margin)", ".clamp(min=0)",
+        H.test_the_penalty_is_dapos_at_its_own_numbers_and_has_a_floor),
+    Bug("the bias comes after the scale", shaping.scaled, 'if form == "code" else', 'if form == "page" else',
+        H.test_both_forms_of_bias_and_scale_have_their_stated_values),
+    Bug("rewards are clipped before they are scaled", shaping.stages, "scaled(reward, how.bias",
+        "scaled(clipped(reward, how.clip or 1e9), how.bias", H.test_each_step_is_its_equation_and_nothing_is_overwritten),
+    Bug("the bias is added at every turn", shaping.shaped, "masked_fill(batch.truncated[:, None] & fixed, 0.0) *",
+        "masked_fill(batch.truncated[:, None] & fixed, 0.0).add(axes.shaping.bias).where(batch.mask, 0.0) *",
+        H.test_each_turn_is_scaled_where_it_stands_and_the_bias_is_added_once_at_the_end),
+    Bug("a dropped answer stays in the baseline", shaping.compared, 'axes.truncated != "drop"', "True",
+        partial(H.test_dropped_answers_are_as_if_they_had_never_been, "grpo", 1)),
+    Bug("masked answers leave the baseline", shaping.compared, 'axes.truncated != "drop"', 'axes.truncated == "score"',
+        H.test_the_reward_of_a_masked_answer_is_felt_and_that_of_a_dropped_one_is_not),
+    Bug("the tokens of a masked answer stay in the weights", sample.Batch.weighted, "self.counted", "self.mask",
+        partial(H.test_what_is_left_out_counts_in_no_weight, "mask", "token-mean")),
+    Bug("what is left out is kept", Algorithm.keep, "self.axes, batch.counted", "self.axes, batch.mask",
+        partial(H.test_masked_answers_stay_in_the_baseline, "grpo_deepseekmath")),
     # policy.py
     Bug("the entropy is the surprise of the sampled token", policy.Policy.score_and_entropy,
         "-(every.exp() * every).sum(1)", "-every.gather(1, token[:, None])[:, 0]", entropy),
@@ -624,7 +642,7 @@ BUGS = [
     Bug("moments gather while the rate is 0", optimize.clip_and_step, " and lr > 0", "",
         P.test_a_rate_of_0_is_no_step_so_that_moments_do_not_gather_what_is_not_followed),
     # metrics.py: what a step says
-    Bug("what a critic explains is taken of whitened advantages", metrics.step_metrics, "(batch.returns - batch.value)[mask]",
+    Bug("what a critic explains is taken of whitened advantages", metrics.step_metrics, "(batch.returns - batch.value)[batch.counted]",
         "batch.adv[mask]", M.test_explained_is_the_share_of_the_variance_of_returns_that_the_value_takes_away),
     Bug("an answer's clip is told by its tokens' advantages", metrics.clip_shares,
         "algo.pull(batch)[trained]", "batch.adv[trained]",

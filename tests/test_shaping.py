@@ -1,4 +1,4 @@
-"""What becomes of a reward before it is compared: each step is its equation, and what is left out is as if it never was."""
+"""What becomes of a reward before it is compared: each step is its equation, what is left out is as if it never was."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ axes_of_all_kinds = st.builds(Axes, truncated=st.sampled_from(KINDS), truncated_
 
 @st.composite
 def tries(draw):
-    """A sample of up to 6 tokens after its prompt, some of somebody else's turns; up to 3 rewards, wherever they stand."""
+    """A sample of up to 6 tokens after its prompt, some of somebody else's turn; up to 3 rewards, wherever they stand."""
     mask = [False, *draw(st.lists(st.booleans(), max_size=6))]
     rewards = draw(st.lists(st.tuples(st.integers(0, len(mask) - 1), numbers), max_size=3))
     return sample(range(len(mask)), mask, finish=draw(st.sampled_from(FINISH)), rewards=tuple(rewards))
@@ -274,8 +274,8 @@ def test_dropping_is_collating_without(groups, how, name):
     batch, without = laid(groups), laid([g for g in some if g.samples])
     row = algorithm(name)
     algo = replace(row, axes=replace(row.axes, truncated="drop", shaping=how))
-    got = credit(batch, algo).adv[~batch.truncated]
-    assert torch.equal(got[:, : without.mask.shape[1]], credit(without, algo).adv) and not got[:, without.mask.shape[1] :].any()
+    got, width = credit(batch, algo).adv[~batch.truncated], without.mask.shape[1]
+    assert torch.equal(got[:, :width], credit(without, algo).adv) and not got[:, width:].any()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -402,7 +402,7 @@ def test_a_margin_beyond_the_limit_is_refused():
     ("reinforce", {"shaping.bias": 4.5, "shaping.clip": 5.0}, None),
     ("reinforce", {"shaping.bias": -0.5, "shaping.scale": 10.0}, None),
     ("grpo", {"shaping.bias": -0.5}, "--shaping.bias: the reward norm takes it out again"),
-    ("grpo", {"shaping.bias": -0.5, "shaping.scale": 10.0}, "--shaping.bias and --shaping.scale: the reward norm takes them"),
+    ("grpo", {"shaping.bias": -0.5, "shaping.scale": 10.0}, "--shaping.scale: the reward norm takes them out again"),
     ("dr_grpo", {"shaping.scale": 10.0}, None), ("grpo", {"shaping.scale": 10.0, "shaping.clip": 2.0}, None),
     ("ppo", {"truncated": "zero", "critic.bootstrap": True}, "gets its fixed reward and V at the cut"),
     ("ppo", {"truncated": "mask", "critic.bootstrap": True}, None),
