@@ -94,6 +94,10 @@ def clipped(reward: Tensor, bound: float) -> Tensor:
     """[B] min(max(R, −c), c), c = bound. In AReaL: reward_clip, 20 unless set.
 
     Differs from OpenRLHF, which clips at 10 what has been divided by the group's std and is smaller for certain.
+
+    >>> import torch
+    >>> clipped(torch.tensor([5.0, -30.0]), 20.0)
+    tensor([  5., -20.])
     """
     return reward.clamp(-bound, bound)
 
