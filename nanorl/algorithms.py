@@ -18,6 +18,7 @@ from dataclasses import replace
 from nanorl.axes import Axes, Correction, Norm, Trpo, differences
 from nanorl.objective import Algorithm, clipped, importance, reinforce, sapo
 from nanorl.pace import Pace
+from nanorl.shaping import Shaping
 
 CLIP = "ℓ_t = −min(r_t·A, clip(r_t, 1−ε_low, 1+ε_high)·A),  r_t = π_θ(t)/π_prox(t)"
 GRPO = Axes()
@@ -40,12 +41,14 @@ ROWS = [
     ),
     Algorithm(
         says="grpo_areal_page: GRPO with the ratio of the whole answer, δ under the root",
-        equation="A = (R − μ)/√(1/G Σ(R_j − μ)² + δ);  ρ = π_θ(o|q)/π_old(o|q);  −1/G Σ min(ρA, clip(ρ, 1−ε, 1+ε)A)",
+        equation="r = scale·R + bias;  A = (r − μ)/√(1/G Σ(r_j − μ)² + δ);  ρ = π_θ(o|q)/π_old(o|q);  "
+                 "−1/G Σ min(ρA, clip(ρ, 1−ε, 1+ε)A)",
         paper="AReaL's project page, GRPO section (arXiv 2402.03300 is its source)", surrogate=clipped,
         axes=Axes(reward_norm=Norm("group", "group", ddof=0, eps=1e-8, eps_in="variance"), ratio_level="joint",
-                  aggregation="seq-mean-token-mean"),
+                  aggregation="seq-mean-token-mean", shaping=Shaping(form="page")),
         differs="everybody, AReaL's own code too, takes the ratio token by token: the product explodes with length. "
-                "Scaling and bias of rewards, identities by default there, are not part of the row",
+                "Scale and bias are 1 and 0 unless set (--shaping.scale, --shaping.bias), as there; its code has "
+                "(R + bias)·scale",
     ),
     Algorithm(
         says="dr_grpo: A = R − group mean; clipped ratio; sum over tokens / (answers × a constant length)",
@@ -75,7 +78,8 @@ ROWS = [
         equation="−R·Σ_t log π_θ(t), mean over answers",
         paper="Williams 1992 (Machine Learning 8); arXiv 2402.14740 for language models", surrogate=reinforce,
         axes=Axes(reward_norm=Norm(), aggregation="seq-mean-token-sum"),
-        differs="AReaL's file of this name clips a ratio, whitens advantages and has 0.001·k1 in the reward",
+        differs="AReaL's file of this name clips a ratio, whitens advantages, has 0.001·k1 in the reward, and rewards of "
+                "±5 (--shaping.bias -0.5 --shaping.scale 10)",
     ),
     Algorithm(
         says="reinforce_baseline: A = R − group mean; −A·log π on the whole answer",
@@ -101,12 +105,14 @@ ROWS = [
         differs="nothing; with one advantage an answer its gradient is gspo's, token for token. It is verl's gspo",
     ),
     Algorithm(
-        says="dapo: GRPO with clip-higher, the mean over tokens and dynamic sampling (the overlong penalty not yet)",
-        equation=f"{GROUP};  {CLIP}, ε_high > ε_low;  Σ ℓ_t/N over the groups with contrast",
-        paper="DAPO, arXiv 2503.14476, eq. 8 to 11", surrogate=clipped, axes=Axes(eps_high=0.28),
+        says="dapo: GRPO with clip-higher, the mean over tokens, dynamic sampling and a soft penalty on overlong answers",
+        equation=f"R of n tokens less min(max(n − (L − C), 0)/C, 1);  {GROUP};  {CLIP}, ε_high > ε_low;  "
+                 "Σ ℓ_t/N over the groups with contrast",
+        paper="DAPO, arXiv 2503.14476, eq. 8 to 13", surrogate=clipped,
+        axes=Axes(eps_high=0.28, shaping=Shaping(overlong_penalty=1.0)),
         differs="the paper samples until the step is full of groups with contrast (--dynamic-sampling refill), which "
-                "costs ever more as the job is solved; AReaL lets the step shrink, and so does this. Length is not "
-                "penalised yet",
+                "costs ever more as the job is solved; AReaL lets the step shrink, and so does this. L is "
+                "--max-new-tokens and C a fifth of it, the paper's share; AReaL takes 512 of 4,096",
         job={"pace": Pace(dynamic_sampling="shrink")},
     ),
     Algorithm(
@@ -155,20 +161,21 @@ ROWS = [
     ),
     Algorithm(
         says="diagnostic: rewards and advantages whitened over the batch, KL 0.05, short answers: does anything move?",
-        equation=f"A = whiten(whiten(R) − 0.05·k1);  {CLIP};  Σ ℓ_t/N",
+        equation=f"A = whiten(whiten(clip(R, −10, 10)) − 0.05·k1);  {CLIP};  Σ ℓ_t/N",
         paper="AReaL's guide to runs that do not learn (arXiv 2505.24298)", surrogate=clipped,
         axes=Axes(reward_norm=Norm("batch", "batch"), adv_norm=Norm("batch", "batch"), kl_weight=0.05, kl_in="reward",
-                  kl_estimator="k1"),
-        differs="nothing; its clip of rewards at 10 and scaling of 1 do nothing to rewards of 0 and 1: not here",
+                  kl_estimator="k1", shaping=Shaping(clip=10.0)),
+        differs="nothing; the clip does nothing to rewards of 0 and 1",
         job={"samples_per_prompt": 8, "max_new_tokens": 64},
     ),
 ]  # fmt: skip
 ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in ROWS}
 
 
-def chosen(name: str, axes: Axes, stale: bool = False) -> Algorithm:
-    """The row of this name with these axes; what they leave open depends on whether samples may be stale."""
-    return replace(ALGORITHMS[name], axes=axes).settled(stale)
+def chosen(name: str, axes: Axes, stale: bool = False, longest: int | None = None) -> Algorithm:
+    """The row of this name with these axes; what they leave open depends on whether samples may be stale, and on how
+    many tokens an answer may have."""
+    return replace(ALGORITHMS[name], axes=axes).settled(stale, longest)
 
 
 def main(words: list[str]) -> int:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
+from nanorl import shaping
+from nanorl.shaping import Shaping
+
 Level = Literal["group", "batch", "none"]
 
 
@@ -94,6 +97,12 @@ class Trpo:
 class Axes:
     """What sets an algorithm apart. The defaults here are grpo's; each row names its own."""
 
+    truncated: Literal["score", "zero", "penalty", "mask", "drop"] = "score"
+    """Answers cut at the length limit. score: as judged; zero, penalty: a fixed reward; mask: in the baseline, not in
+    the loss; drop: in neither."""
+    truncated_penalty: float = -1.0
+    """The reward of a truncated answer with --truncated penalty."""
+    shaping: Shaping = field(default_factory=Shaping)
     reward_norm: Norm = field(default_factory=lambda: Norm("group", "group"))
     """of rewards, before they are placed: the baseline and scale of a critic-free algorithm"""
     gamma: float = 1.0
@@ -157,6 +166,12 @@ FOREIGN = {  # names that people bring from other libraries
     "max-head-offpolicyness": "--max-lag", "max-staleness": "--max-lag", "max-concurrent-rollouts": "--in-flight",
     "dynamic-bs": "--dynamic-sampling", "dynamic-filter-fn": "--dynamic-sampling", "filter-groups": "--dynamic-sampling",
     "async-generation": "--engine", "behav-imp-weight-cap": "--correction.high",
+    "reward-bias": "--shaping.bias", "reward-scaling": "--shaping.scale", "reward-clip": "--shaping.clip",
+    "reward-clip-range": "--shaping.clip", "overlong-reward-penalty": "--shaping.overlong-penalty",
+    "overlong-penalty-factor": "--shaping.overlong-penalty", "overlong-tokens": "--shaping.overlong-tokens",
+    "overlong-buffer-len": "--shaping.overlong-tokens", "soft-punish-cache": "--shaping.overlong-tokens",
+    "mask-truncated-completions": "--truncated", "mask-no-eos-with-zero": "--truncated",
+    "stop-properly-penalty-coef": "--truncated",
     "sapo-tau-pos": "--tau-pos", "sapo-tau-neg": "--tau-neg", "prox-logp-method": "--prox",
 }  # fmt: skip
 
@@ -194,7 +209,7 @@ def idle(axes: Axes) -> dict[str, str]:
             off[f"{name}.leave_one_out"] = f"{flag}.mean-level group"
         if norm.std_level == "none":
             off |= dict.fromkeys((f"{name}.ddof", f"{name}.eps", f"{name}.eps_in"), f"{flag}.std-level group")
-    return off
+    return off | shaping.idle(axes)
 
 
 def rebuilt(saved: dict[str, Any]) -> Axes:
@@ -233,6 +248,7 @@ def wrong(axes: Axes) -> str | None:
         ("trpo.damping", trpo.damping, 0 <= trpo.damping < inf, "0 or more and finite"),
         ("trpo.iterations", trpo.iterations, trpo.iterations >= 1, "at least 1"),
         ("trpo.share", trpo.share, 0 < trpo.share <= 1, "above 0 and at most 1"),
+        *shaping.limits(axes),
     )
     for flag, value, good, must in limits:
         if not good:

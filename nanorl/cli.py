@@ -142,7 +142,7 @@ def bare(name: str) -> str:
 
 def describe(script: str, name: str, cfg: Config, axes: Axes) -> str:
     """Every setting, the counts that follow from them, doubts and the command, as printed at the start of a run."""
-    algo, updates = chosen(name, axes, cfg.pace.stale), cfg.updates_per_batch * cfg.epochs_per_batch
+    algo, updates = chosen(name, axes, cfg.pace.stale, cfg.max_new_tokens), cfg.updates_per_batch * cfg.epochs_per_batch
     shown = [(f, value) for f, value in flat(cfg) + flat(algo.axes) if f.split(".")[0] not in algo.unused()]
     pairs = [f"{bare(f)}={value!r}".replace(" ", "\0") for f, value in shown]
     settings = textwrap.fill("  ".join(pairs), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)

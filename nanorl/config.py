@@ -228,7 +228,7 @@ def check(name: str, cfg: Config, axes: Axes) -> None:
         raise Refused(line)
     refuse_servers(cfg)
     refuse_scoring(cfg.scoring)
-    chosen(name, axes, cfg.pace.stale).refuse(cfg, ALGORITHMS[name].axes, Refused)
+    chosen(name, axes, cfg.pace.stale, cfg.max_new_tokens).refuse(cfg, ALGORITHMS[name].axes, Refused)
 
 
 def shares(task: str) -> dict[str, float]:

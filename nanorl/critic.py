@@ -17,6 +17,7 @@ from nanorl.advantage import returns_to_go
 from nanorl.objective import Algorithm
 from nanorl.policy import Policy, before, scattered
 from nanorl.sample import Batch
+from nanorl.shaping import compared, left_out
 
 
 class Critic(nn.Module):
@@ -46,12 +47,14 @@ class Critic(nn.Module):
 
 @torch.no_grad()
 def centre(critic: Critic, batch: Batch, algo: Algorithm) -> None:
-    """Let V begin at the mean return of the batch's sampled tokens.
+    """Let V begin at the mean return of the batch's sampled tokens, of those that have a loss.
 
     A bias moves by one learning rate a step, so a head that began at 0 would learn the mean through all of its weights
     at once, and what it says about single tokens would be noise meanwhile.
     """
-    returns = returns_to_go(algo.rewards(batch), batch.mask, algo.axes.gamma)[batch.mask]
+    batch = batch.select(compared(batch, algo.axes))
+    counted = batch.mask & ~left_out(batch, algo.axes)[:, None]
+    returns = returns_to_go(algo.rewards(batch), batch.mask, algo.axes.gamma)[counted]
     critic.head.bias.fill_(returns.sum() / max(1, len(returns)))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nanorl import advantage as A
 from nanorl import loss as L
+from nanorl import shaping
 from nanorl.timeline import Span, union
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algo
         "reward": mean(reward), "reward/std": std(reward),
         "reward/group_std": float((share * A.group_std(reward, group)).sum() / share.sum()),
         "contrast": float((share * ~A.constant(reward, reward, group)).sum() / share.sum()),
-        "adv/mean": mean(batch.adv[mask]), "adv/std": std(batch.adv[mask]),
+        "adv/mean": mean(batch.adv[batch.counted]), "adv/std": std(batch.adv[batch.counted]),
         **mean_max("lag", (batch.step - first)[tokens > 0]), **mean_max("ratio", ratio),
         **clip_shares(batch, trained, ratio, algo),
         "kl/prox": mean(L.kl(start, logp, trained)[trained]),  # samples of π_prox: KL(π_prox‖π_θ), E[r − 1 − log r]
@@ -94,11 +95,12 @@ def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algo
         "repeat/token": int(counts.max()) / int(counts.sum()) if len(counts) else math.nan,
         **mean_max("length", tokens), "truncated": mean(batch.truncated),
         "samples": len(batch), "tokens": int(tokens.sum()), "trained_rows": mean((mask & logp.isfinite()).any(1)),
+        **shaping_metrics(batch, algo),
     }  # fmt: skip
     if batch.logp_ref is not None:
         metrics["kl/ref"] = mean(L.kl(logp, batch.logp_ref, trained)[trained])
     if batch.value is not None:
-        left, total = std((batch.returns - batch.value)[mask]), std(batch.returns[mask])
+        left, total = std((batch.returns - batch.value)[batch.counted]), std(batch.returns[batch.counted])
         metrics |= {"value/mean": mean(batch.value[mask]), "value/explained": 1 - (left / (total or math.nan)) ** 2}
     if algo.axes.correction.on:
         factor = L.correction(start, batch.logp_behave, mask, **vars(algo.axes.correction))[trained]
@@ -109,6 +111,27 @@ def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algo
         of_prox = ("kl/prox", "mismatch", "correction") + (("ratio", "clip") if algo.axes.prox == "loglinear" else ())
         metrics = {name: x for name, x in metrics.items() if not name.startswith(of_prox)}
     return finite({**metrics, **average(n for g in groups for s in g.samples if s.train for n in s.notes)})
+
+
+def shaping_metrics(batch: Batch, algo: Algorithm) -> dict[str, float]:
+    """shaping/STEP/…: mean and std of the rewards after each step in use, and the share of rows that it changed.
+
+    Over the rows that baselines see; `truncated` counts the rows that it took out of the loss as changed, and is over
+    all rows there. Where there is such a step the reward norm is one too.
+    """
+    axes, before, rows = algo.axes, batch.reward, shaping.compared(batch, algo.axes)
+    out, found = shaping.left_out(batch, axes), {}
+    steps = list(shaping.stages(batch, axes))
+    if steps and axes.reward_norm.on:
+        seen = steps[-1][1][rows, None]
+        seen = A.normalise(seen, seen.new_ones(seen.shape).bool(), batch.group[rows], **vars(axes.reward_norm))
+        steps.append(("norm", before.index_copy(0, rows, seen[:, 0])))
+    for name, after in steps:
+        changed = (after != before)[rows] if name != "truncated" else (after != before) | out
+        found |= {f"shaping/{name}/mean": mean(after[rows]), f"shaping/{name}/std": std(after[rows]),
+                  f"shaping/{name}/changed": mean(changed)}  # fmt: skip
+        before = after
+    return found
 
 
 def utilisation(spans: Sequence[Span], seconds: float) -> dict[str, float]:

@@ -66,7 +66,7 @@ def collecting() -> Iterator[list[tuple[str, float]]]:
 
 def own(name: str) -> bool:
     """The name is a user's: neither ours nor among the names that we may yet write."""
-    return name not in KEYS and not name.startswith((*WALL_CLOCK, "eval/"))
+    return name not in KEYS and not name.startswith((*WALL_CLOCK, "eval/", "shaping/"))
 
 
 COLUMNS = (  # title, width, key in metrics.jsonl, format; what a person looks at
@@ -193,7 +193,7 @@ class Monitor:
     def histograms(self, step: int, batch: Batch, logp: Tensor, algo: Algorithm) -> None:
         """Draw reward and length of rows; advantage, lag, ratio, correction of tokens. Arguments as in `step_metrics`."""
         trained, start, ratio = trained_ratio(batch, logp, algo)
-        drawn = {"reward": batch.reward, "length": batch.mask.sum(1), "adv": batch.adv[batch.mask],
+        drawn = {"reward": batch.reward, "length": batch.mask.sum(1), "adv": batch.adv[batch.counted],
                  "lag": (batch.step - batch.version)[batch.mask], "ratio": ratio}  # fmt: skip
         if algo.axes.correction.on:
             factor = L.correction(start, batch.logp_behave, batch.mask, **vars(algo.axes.correction))

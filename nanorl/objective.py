@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanorl import advantage as A
 from nanorl import loss as L
+from nanorl import shaping
 from nanorl.axes import Axes, differences, idle, wrong
 
 if TYPE_CHECKING:
@@ -90,17 +91,17 @@ class Algorithm:
         return frozenset(needs | ({"value"} if self.critic else set()))
 
     def rewards(self, batch: Batch) -> Tensor:
-        """[B, T] what each sampled token earns: rewards normalised, placed, less the KL where that is in the reward.
+        """[B, T] what a sampled token earns: rewards shaped, normalised, placed, less the KL where it is in the reward.
 
         A reward stays with the token that earned it, unless it is normalised: then it is one number a row, at its end.
         """
         axes, mask = self.axes, batch.mask
         if axes.reward_norm.on:
-            total = batch.reward[:, None]
+            total = shaping.whole(batch, axes)[:, None]
             total = A.normalise(total, mask.new_ones(total.shape), batch.group, **vars(axes.reward_norm))
             reward = A.at_end(total[:, 0], mask)
         else:
-            reward = A.placed(batch.rewards, mask)
+            reward = shaping.shaped(batch, axes)
         if axes.kl_weight and axes.kl_in == "reward":  # at the sampler's log-probs; bounded as in AReaL and verl
             distance = L.kl(batch.logp_behave, batch.logp_ref, mask, axes.kl_estimator)
             reward = reward - axes.kl_weight * distance.clamp(-10, 10)
@@ -118,12 +119,12 @@ class Algorithm:
 
     def keep(self, batch: Batch) -> Tensor:
         """[B, T] bool. A row without advantage adds nothing to a surrogate, but it does to KL, entropy and value."""
-        axes, keep = self.axes, batch.mask
+        axes, keep = self.axes, batch.counted
         if not (self.critic or axes.entropy_weight or (axes.kl_weight and axes.kl_in == "loss")):
             keep = keep & batch.adv.ne(0).any(1, keepdim=True)
         if axes.m2_threshold is not None:
             log_rho = L.log_ratio(batch.logp_prox, batch.logp_behave, batch.mask)
-            keep = keep & L.second_moment(log_rho, batch.adv, batch.mask, axes.m2_threshold)
+            keep = keep & L.second_moment(log_rho, batch.adv, batch.counted, axes.m2_threshold)
         return keep
 
     def loss(self, out: Out, micro: Batch) -> Tensor:
@@ -156,13 +157,15 @@ class Algorithm:
 
     # ---- what the start asks
 
-    def settled(self, stale: bool) -> Algorithm:
-        """With what the axes leave open decided: stale samples get a correction, if this objective has a place for it."""
-        if self.axes.correction.kind != "auto":
-            return self
-        own = self.surrogate is sapo or self.axes.prox == "behave" or self.axes.m2_threshold is not None
-        kind = "truncate" if stale and not own else "none"
-        return replace(self, axes=replace(self.axes, correction=replace(self.axes.correction, kind=kind)))
+    def settled(self, stale: bool, longest: int | None = None) -> Algorithm:
+        """With what the axes leave open decided: stale samples get a correction, if this objective has a place for it;
+        what is overlong follows from the longest answer that there may be."""
+        axes = self.axes if longest is None else replace(self.axes, shaping=self.axes.shaping.settled(longest))
+        if axes.correction.kind == "auto":
+            own = self.surrogate is sapo or axes.prox == "behave" or axes.m2_threshold is not None
+            kind = "truncate" if stale and not own else "none"
+            axes = replace(axes, correction=replace(axes.correction, kind=kind))
+        return replace(self, axes=axes)
 
     @property
     def has_ratio(self) -> bool:
@@ -181,6 +184,7 @@ class Algorithm:
         """What the console says about the first step holds: the loss is −Σ weight·A, and A sums to 0 in each group."""
         axes = self.axes
         more = axes.adv_norm.on or axes.entropy_weight or axes.gamma < 1 or (axes.kl_weight and axes.ref_model)
+        more = more or axes.truncated == "mask"
         return self.surrogate in (clipped, importance) and axes.reward_norm.mean_level == "group" and not more
 
     def limit(self, cfg: Config) -> int:
@@ -232,7 +236,7 @@ class Algorithm:
 
     def remarks(self, cfg: Config) -> list[str]:
         """What one should know, and what may be meant so and mostly is not: a line each, printed at the start."""
-        axes, found = self.axes, []
+        axes, found = self.axes, [*shaping.remarks(self.axes)]
         clips, whole = "eps_low" not in self.unused(), axes.ratio_level in ("sequence", "sequence-token")
         if axes.ratio_level != "token" and "none" == axes.reward_norm.std_level == axes.adv_norm.std_level:
             found.append("ratios of whole answers with advantages that no std scales tend to diverge; use "
@@ -278,7 +282,12 @@ def proximal(logp: Tensor, micro: Batch, axes: Axes) -> Tensor:
 
 
 def credit(batch: Batch, algo: Algorithm) -> Batch:
-    """The batch with `adv`, `returns`, `keep`: all that looks across rows, once, over the whole batch, no gradient."""
-    adv, returns = algo.advantage(batch)
-    batch = replace(batch, adv=adv, returns=returns)
+    """The batch with `adv`, `returns`, `keep`: all that looks across rows, once, over the whole batch, no gradient.
+
+    With --truncated mask or drop also `left_out`: these rows have no advantage; dropped ones are in no baseline.
+    """
+    rows, out = shaping.compared(batch, algo.axes), shaping.left_out(batch, algo.axes)
+    seen = batch.select(rows) if len(rows) < len(batch) else batch
+    adv, returns = (shaping.spread(x, rows, batch.mask) for x in algo.advantage(seen))
+    batch = replace(batch, adv=adv.masked_fill(out[:, None], 0.0), returns=returns, left_out=out)
     return replace(batch, keep=algo.keep(batch))

@@ -39,7 +39,7 @@ class Run:
 
     def __init__(self, script: str, name: str, cfg: Config, axes: Axes):
         self.script, self.name, self.cfg = Path(script).name, name, cfg
-        self.axes, self.algo = axes, algorithms.chosen(name, axes, cfg.pace.stale)
+        self.axes, self.algo = axes, algorithms.chosen(name, axes, cfg.pace.stale, cfg.max_new_tokens)
         self.needs = self.algo.needs(cfg)
         self.limit = self.algo.limit(cfg)
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device

@@ -111,6 +111,7 @@ class Batch:
     adv: Tensor | None = None  # [B, T] credit
     returns: Tensor | None = None  # [B, T] what the critic should have said
     keep: Tensor | None = None  # [B, T] bool: False takes a token's loss away and leaves all weights as they are
+    left_out: Tensor | None = None  # [B] bool: rows without a loss, which no weight counts (--truncated mask, drop)
     weight: Tensor | None = None  # [B, T] what the token's loss counts in its update
     local_mean: bool = False  # bnpo: weights are made anew in every micro-batch
     step: int = 0  # the trainer's version at the start of the step
@@ -128,6 +129,11 @@ class Batch:
     def truncated(self) -> Tensor:
         """[B] bool: ran into the length limit. From the finish reason, never from the row's length."""
         return self.finish == FINISH.index("length")
+
+    @property
+    def counted(self) -> Tensor:
+        """[B, T] bool: the tokens that weights count, and that may have a loss: the mask, less the rows left out."""
+        return self.mask if self.left_out is None else self.mask & ~self.left_out[:, None]
 
     def select(self, rows: Tensor) -> Batch:
         """The rows at these indices, in this order, without the columns that are padding in all of them."""
@@ -155,8 +161,8 @@ class Batch:
         return [torch.from_numpy(part) for rows in passes for part in np.array_split(rows, updates)]
 
     def weighted(self, aggregation: str, length_limit: int) -> Batch:
-        """This update with the weight of every token: `loss.weights` over its mask, then zero where `keep` is False."""
-        weight = weights(aggregation, self.mask.to(self.adv.dtype), self.group, length_limit)
+        """This update with each token's weight: `loss.weights` over what is counted, then zero where `keep` is False."""
+        weight = weights(aggregation, self.counted.to(self.adv.dtype), self.group, length_limit)
         weight = weight if self.keep is None else weight * self.keep
         return replace(self, weight=weight, local_mean=aggregation == "bnpo")
 
@@ -166,13 +172,13 @@ class Batch:
         Rows without weight are left out (their gradient is zero and the others' weights already count them); the
         rest is sorted by length, so that rows of one micro-batch need little padding.
         """
-        rows = (self.mask if self.local_mean else self.weight.ne(0)).any(1).nonzero()[:, 0]
+        rows = (self.counted if self.local_mean else self.weight.ne(0)).any(1).nonzero()[:, 0]
         rows = rows[self.length[rows].argsort(descending=True, stable=True)]
         parts = pack(self.length[rows].tolist(), tokens_per_micro_batch)
         for start, stop in parts:
             micro = self.select(rows[start:stop])
             if self.local_mean:  # bnpo, by definition: the mean of each micro-batch, then the mean of those
-                micro = replace(micro, weight=micro.weight / micro.mask.sum().clamp(min=1) / len(parts))
+                micro = replace(micro, weight=micro.weight / micro.counted.sum().clamp(min=1) / len(parts))
             yield micro
 
 

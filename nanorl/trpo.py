@@ -137,7 +137,7 @@ def natural_step(policy: Policy, update: Batch, algo: Algorithm, tokens: int) ->
     norm = float(g.norm())
     if norm == 0 or not math.isfinite(norm):
         return norm
-    rows = update.mask.any(1).nonzero()[:, 0]  # a row without tokens has no curvature
+    rows = update.counted.any(1).nonzero()[:, 0]  # a row without tokens has no curvature
     rows = rows[torch.linspace(0, len(rows) - 1, max(1, round(trust.share * len(rows)))).long()]  # evenly over prompts
     everything, some = over_tokens(update), over_tokens(update.select(rows))
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
@@ -157,8 +157,8 @@ def natural_step(policy: Policy, update: Batch, algo: Algorithm, tokens: int) ->
 
 
 def over_tokens(batch: Batch) -> Batch:
-    """The batch with the weights of D̄_KL: 1/N for each sampled token, whether it has an advantage or not."""
-    return replace(batch, weight=batch.mask.to(batch.weight.dtype) / batch.mask.sum(), local_mean=False)
+    """The batch with the weights of D̄_KL: 1/N for each token that is counted, whether it has an advantage or not."""
+    return replace(batch, weight=batch.counted.to(batch.weight.dtype) / batch.counted.sum(), local_mean=False)
 
 
 def next_token(policy: Policy, batch: Batch) -> Tensor:

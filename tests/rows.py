@@ -264,8 +264,9 @@ def gspo_token(world: World) -> Iterator[Term]:
 
 
 def dapo(world: World) -> Iterator[Term]:
-    """Clip-higher."""
-    for a, adv in zip(world, standardised(world)):
+    """Clip-higher; where 5 tokens may be, the fifth costs a whole reward."""
+    shorter = [a._replace(reward=a.reward - (len(a.at) >= 5)) for a in world]
+    for a, adv in zip(world, standardised(shorter)):
         yield clip(a, adv, 0.2, 0.28)
 
 
@@ -326,8 +327,8 @@ def ppo_targets(world: World, gamma: float = 1.0, lam: float = 1.0) -> Iterator[
 
 
 def diagnostic(world: World) -> Iterator[Term]:
-    """Rewards whitened over the batch, less 0.05·KL, whitened again over tokens; clipped ratio."""
-    rewards = whitened([[a.reward for a in world]])[0]
+    """Rewards within ±10, whitened over the batch, less 0.05·KL, whitened again over tokens; clipped ratio."""
+    rewards = whitened([[min(max(a.reward, -10.0), 10.0) for a in world]])[0]
     credit = [to_go(less_kl(a, [0.0] * (len(a.at) - 1) + [reward], 0.05)) for a, reward in zip(world, rewards)]
     for a, adv in zip(world, whitened(credit)):
         yield clip(a, adv)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorl.algorithms import ALGORITHMS
+from nanorl.algorithms import ALGORITHMS, chosen
 from nanorl.axes import Axes, Correction
 from nanorl.metrics import PUBLISH, average, published, step_metrics
 from nanorl.objective import READS, Algorithm
@@ -309,7 +309,8 @@ def test_an_answer_is_clipped_as_a_whole_by_its_mean_advantage():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_surrogate_without_a_clip_has_no_share_of_clipped_tokens(name):
     batch, logp = batch_of(GROUPS, 1)
-    keys = {key for key in step_metrics(GROUPS, batch, logp, ALGORITHMS[name]) if key.startswith("clip")}
+    algo = chosen(name, ALGORITHMS[name].axes, longest=9)
+    keys = {key for key in step_metrics(GROUPS, batch, logp, algo) if key.startswith("clip")}
     clips = "eps_low" in READS[ALGORITHMS[name].surrogate]
     assert keys == ({"clip", "clip/low", "clip/high"} if clips else set())
 
@@ -363,7 +364,8 @@ def test_spread_between_prompts_is_no_spread_within_groups():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_step_without_any_forward_pass_has_no_ratio_and_no_nan(name):
     batch, _ = batch_of(GROUPS, 0)
-    metrics = step_metrics(GROUPS, batch, torch.full(batch.mask.shape, NAN), ALGORITHMS[name])
+    algo = chosen(name, ALGORITHMS[name].axes, longest=9)
+    metrics = step_metrics(GROUPS, batch, torch.full(batch.mask.shape, NAN), algo)
     assert metrics["trained_rows"] == 0 and not {"ratio/max", "clip", "correction/max", "kl/ref"} & metrics.keys()
     assert all(map(math.isfinite, metrics.values()))
 

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import pytest
 
-from nanorl import advantage, axes, checkpoint, critic, loss, metrics, objective, optimize, policy, sample, trpo
+from nanorl import advantage, axes, checkpoint, critic, loss, metrics, objective, optimize, policy, sample, shaping, trpo
 from nanorl.objective import Algorithm
 from nanorl.policy import Policy
 from tests import (
     test_advantage, test_algorithms, test_axes, test_checkpoint, test_critic, test_loss, test_metrics, test_policy,
-    test_sample, test_trpo,
+    test_sample, test_shaping, test_trpo,
 )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def prove(theorem: Callable[[], None]) -> None:
 
 
 T, L, A, S, X, N = test_algorithms, test_loss, test_advantage, test_sample, test_axes, test_trpo
-C, K, M, P = test_checkpoint, test_critic, test_metrics, test_policy
+C, K, M, P, H = test_checkpoint, test_critic, test_metrics, test_policy, test_shaping
 EQUATION = T.test_every_row_is_its_equation_in_loss_and_gradient
 TERMS = T.test_kl_and_entropy_are_added_to_every_row
 COEFFICIENT = partial(T.test_the_coefficient_multiplies_the_surrogate_alone, "grpo")
@@ -243,8 +243,8 @@ BUGS = [
         S.test_the_mean_over_an_update_is_not_the_mean_of_its_micro_batches),
     Bug("bnpo adds its micro-batches instead of averaging them", sample.Batch.split, " / len(parts)", "",
         partial(T.test_bnpo_is_the_mean_over_micro_batches_of_their_token_means, "grpo")),
-    Bug("the weights forget what is left out", sample.Batch.weighted, "weights(aggregation, self.mask.to",
-        "weights(aggregation, (self.mask & self.keep).to",
+    Bug("the weights forget what is left out", sample.Batch.weighted, "weights(aggregation, self.counted.to",
+        "weights(aggregation, (self.counted & self.keep).to",
         T.test_the_weights_of_the_others_count_the_rows_that_are_left_out),
     Bug("a dropped token keeps its loss", sample.Batch.weighted, "weight * self.keep", "weight",
         partial(S.test_keep_takes_tokens_away_and_leaves_the_others_weights, "token-mean")),
@@ -479,7 +479,7 @@ BUGS = [
         partial(T.test_without_a_reference_there_is_no_kl_term, "ppo")),
     Bug("the KL is a reward", Algorithm.rewards, "reward - axes.kl_weight", "reward + axes.kl_weight",
         partial(T.test_k1_in_the_reward_has_the_gradient_of_the_kl, "reinforce", 0.1)),
-    Bug("the KL is normalised with the reward", Algorithm.rewards, "total = batch.reward[:, None]",
+    Bug("the KL is normalised with the reward", Algorithm.rewards, "total = shaping.whole(batch, axes)[:, None]",
         "total = (batch.reward - (batch.logp_behave - batch.logp_ref).where(mask, 0.0).sum(1))[:, None]",
         partial(T.test_the_kl_in_the_reward_is_nothing_where_the_policies_agree_and_comes_after_normalisation, "rloo")),
     Bug("the KL in the reward has no bound", Algorithm.rewards, "distance.clamp(-10, 10)", "distance",
@@ -495,7 +495,7 @@ BUGS = [
         partial(EQUATION, "ppo", 5, 0.5)),
     Bug("a truncated answer's bootstrap is forgotten", Algorithm.advantage, ", batch.bootstrap)", ")",
         T.test_a_truncated_answer_is_bootstrapped_where_asked_for),
-    Bug("rewards of turns are lumped at the end", Algorithm.rewards, "A.placed(batch.rewards, mask)",
+    Bug("rewards of turns are lumped at the end", Algorithm.rewards, "shaping.shaped(batch, axes)",
         "A.at_end(batch.reward, mask)", T.test_a_reward_stays_with_the_token_that_earned_it_unless_it_is_normalised),
     Bug("rows without advantage lose their entropy bonus", Algorithm.keep, "axes.entropy_weight or ", "",
         partial(T.test_with_a_kl_or_an_entropy_term_rows_without_advantage_stay_and_matter, "grpo", dict(entropy_weight=0.1))),
@@ -509,8 +509,8 @@ BUGS = [
         partial(EQUATION, "grpo", 5, 0.5)),
     Bug("M2PO drops what goes against the advantage", Algorithm.keep, "L.log_ratio(batch.logp_prox, batch.logp_behave,",
         "L.log_ratio(batch.logp_behave, batch.logp_prox,", partial(EQUATION, "m2po", 5, 0.5)),
-    Bug("M2PO divides by what is left (D13)", sample.Batch.weighted, "weights(aggregation, self.mask.to",
-        "weights(aggregation, (self.mask & self.keep).to", T.test_a_token_that_m2po_drops_leaves_the_others_weights),
+    Bug("M2PO divides by what is left (D13)", sample.Batch.weighted, "weights(aggregation, self.counted.to",
+        "weights(aggregation, (self.counted & self.keep).to", T.test_a_token_that_m2po_drops_leaves_the_others_weights),
     Bug("a second epoch is taken for on-policy", Algorithm.needs, "cfg.updates_per_batch * cfg.epochs_per_batch",
         "cfg.updates_per_batch", T.test_later_updates_need_the_old_policy),
     Bug("a KL term forgets its reference", Algorithm.needs, '{"logp_ref"} if axes.kl_weight else set()', "set()",
@@ -550,10 +550,10 @@ BUGS = [
     Bug("the KL is the other way round", trpo.categorical_kl, "(logp.exp() * (logp - logq))",
         "(logq.exp() * (logq - logp))",
         REGION),
-    Bug("rows without advantage may go anywhere", trpo.over_tokens, "batch.mask.to(batch.weight.dtype) / batch.mask.sum()",
+    Bug("rows without advantage may go anywhere", trpo.over_tokens, "batch.counted.to(batch.weight.dtype) / batch.counted.sum()",
         "batch.keep.to(batch.weight.dtype) / batch.keep.sum()",
         REGION),
-    Bug("the KL is a sum over tokens", trpo.over_tokens, " / batch.mask.sum()", "", FISHER),
+    Bug("the KL is a sum over tokens", trpo.over_tokens, " / batch.counted.sum()", "", FISHER),
     Bug("π_old moves with the policy", trpo.divergences, "logp.detach()", "logp", FISHER),
     Bug("the last micro-batch's curvature alone", trpo.hessian_product, "total += flat", "total = flat",
         partial(N.test_no_split_into_micro_batches_changes_the_step, 12)),
@@ -585,7 +585,7 @@ BUGS = [
     Bug("a product that leaves a larger residual is not taken", trpo.conjugate_gradient, "x + length * direction,",
         "x + length * direction * ((residual - length * curved).norm() <= residual.norm()),",
         N.test_each_product_adds_to_the_gain_of_the_full_step_whatever_the_residual_does),
-    Bug("the share holds rows without tokens", trpo.natural_step, "update.mask.any(1).nonzero()[:, 0]",
+    Bug("the share holds rows without tokens", trpo.natural_step, "update.counted.any(1).nonzero()[:, 0]",
         "torch.arange(len(update))", N.test_a_row_without_tokens_is_no_share),
     # critic.py: what is to be expected
     Bug("a value has seen its token", policy.before, "[:, :-1]", "[:, 1:]",
@@ -607,6 +607,24 @@ BUGS = [
     Bug("values of a micro-batch stand in the first rows", critic.valued.__wrapped__,
         "value[micro.row, : v.shape[1]], end", "value[: len(v), : v.shape[1]], end",
         partial(K.test_values_are_the_same_in_passes_of_any_size_and_carry_no_gradient, "own", 20)),
+    # shaping.py: what becomes of a reward before it is compared
+    Bug("an overlong answer loses ever more", shaping.overlong, ".clamp(0, margin)", ".clamp(min=0)",
+        H.test_the_penalty_is_dapos_at_its_own_numbers_and_has_a_floor),
+    Bug("the bias comes after the scale", shaping.scaled, 'if form == "code" else', 'if form == "page" else',
+        H.test_both_forms_of_bias_and_scale_have_their_stated_values),
+    Bug("rewards are clipped before they are scaled", shaping.stages, "scaled(reward, how.bias",
+        "scaled(clipped(reward, how.clip or 1e9), how.bias", H.test_each_step_is_its_equation_and_nothing_is_overwritten),
+    Bug("the bias is added at every turn", shaping.shaped, "masked_fill(batch.truncated[:, None] & fixed, 0.0) *",
+        "masked_fill(batch.truncated[:, None] & fixed, 0.0).add(axes.shaping.bias).where(batch.mask, 0.0) *",
+        H.test_each_turn_is_scaled_where_it_stands_and_the_bias_is_added_once_at_the_end),
+    Bug("a dropped answer stays in the baseline", shaping.compared, 'axes.truncated != "drop"', "True",
+        partial(H.test_dropped_answers_are_as_if_they_had_never_been, "grpo", 1)),
+    Bug("masked answers leave the baseline", shaping.compared, 'axes.truncated != "drop"', 'axes.truncated == "score"',
+        H.test_the_reward_of_a_masked_answer_is_felt_and_that_of_a_dropped_one_is_not),
+    Bug("the tokens of a masked answer stay in the weights", sample.Batch.weighted, "self.counted", "self.mask",
+        partial(H.test_what_is_left_out_counts_in_no_weight, "mask", "token-mean")),
+    Bug("what is left out is kept", Algorithm.keep, "self.axes, batch.counted", "self.axes, batch.mask",
+        partial(H.test_masked_answers_stay_in_the_baseline, "grpo_deepseekmath")),
     # policy.py
     Bug("the entropy is the surprise of the sampled token", policy.Policy.score_and_entropy,
         "-(every.exp() * every).sum(1)", "-every.gather(1, token[:, None])[:, 0]", entropy),
@@ -624,7 +642,7 @@ BUGS = [
     Bug("moments gather while the rate is 0", optimize.clip_and_step, " and lr > 0", "",
         P.test_a_rate_of_0_is_no_step_so_that_moments_do_not_gather_what_is_not_followed),
     # metrics.py: what a step says
-    Bug("what a critic explains is taken of whitened advantages", metrics.step_metrics, "(batch.returns - batch.value)[mask]",
+    Bug("what a critic explains is taken of whitened advantages", metrics.step_metrics, "(batch.returns - batch.value)[batch.counted]",
         "batch.adv[mask]", M.test_explained_is_the_share_of_the_variance_of_returns_that_the_value_takes_away),
     Bug("an answer's clip is told by its tokens' advantages", metrics.clip_shares,
         "algo.pull(batch)[trained]", "batch.adv[trained]",

@@ -19,7 +19,7 @@ from nanorl.objective import Algorithm, credit, proximal, reinforce, sapo
 from nanorl.pace import Pace
 from nanorl.policy import Out
 from nanorl.sample import Batch, collate
-from tests.worlds import LIMIT, algorithm, changed, group, said, sample, slopes, world
+from tests.worlds import LIMIT, LONGEST, algorithm, changed, group, said, sample, slopes, world
 
 INF, GRPO = math.inf, ALGORITHMS["grpo"]
 ANSWERS = [(0,), *itertools.product((1, 2), range(3))]  # 0 ends; two tokens are the limit
@@ -264,7 +264,7 @@ def test_with_one_update_it_is_the_policy_gradient_with_truncated_weights(name):
     now = said(batch)
     axes = changed(row.axes, **{"correction.kind": "auto", "kl_weight": 0.0})
     far = replace(batch, done=0.0, logp_prox=None, logp_behave=now.logp + 6 * (batch.logp_behave - now.logp))
-    algo = chosen(name, axes, stale=True)
+    algo = chosen(name, axes, stale=True, longest=LONGEST)
     made = credit(far, algo).weighted(axes.aggregation, LIMIT)
     rho = L.ratio(now.logp, far.logp_behave, far.mask)
     got = slopes(far, algo, now).logp

@@ -13,7 +13,7 @@ from nanorl.loss import MODES
 from nanorl.objective import credit
 from nanorl.sample import FINISH, Batch, Prompt, Sample, collate, pack
 from tests import oracles
-from tests.worlds import END, LIMIT, PAD, VOCABULARY, group, policy, sample, scrambled, world
+from tests.worlds import END, LIMIT, PAD, VOCABULARY, algorithm, group, policy, sample, scrambled, world
 
 GOOD = dict(ids=(5, 6, 7), mask=(False, True, True), logp_behave=(0.0, -1.0, -2.0), version=(-1, 3, 4), finish="stop",
             rewards=((2, 1.0),))  # fmt: skip
@@ -102,7 +102,7 @@ def test_identical_prompts_in_two_groups_stay_two_groups():
     batch = collate([wrong, right])
     assert batch.group.tolist() == [0, 0, 1, 1]
     for name in GROUPED + ["liteppo"]:
-        assert not ALGORITHMS[name].advantage(batch)[0].any(), name
+        assert not algorithm(name).advantage(batch)[0].any(), name
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -110,7 +110,7 @@ def test_an_incomplete_group_is_normalised_by_its_own_members(name):
     rewards, others = [1.0, 0.0, 4.0], group(*(sample((1, 2, 3), (0, 1, 1), r) for r in (3.0, -1.0)), number=1)
 
     def adv(*groups):
-        return ALGORITHMS[name].advantage(collate(groups))[0][:2]
+        return algorithm(name).advantage(collate(groups))[0][:2]
 
     companion = sample((1, 2, 3), (0, 1, 1), 9.0, train=False)
     made = [sample((1, 2, 3), (0, 1, 1), r) for r in rewards]
@@ -173,7 +173,7 @@ def test_pack_covers_every_length_once_within_the_budget_and_wastes_no_room(leng
 
 
 def credited(seed: int, name: str = "grpo", mode: str = "token-mean") -> Batch:
-    return credit(world(seed), ALGORITHMS[name]).weighted(mode, LIMIT)
+    return credit(world(seed), algorithm(name)).weighted(mode, LIMIT)
 
 
 @given(st.integers(0, 50), st.integers(1, 90), st.sampled_from(MODES))
@@ -208,7 +208,9 @@ def test_rows_of_one_micro_batch_need_little_padding():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_batch_without_contrast_costs_no_pass_unless_a_kl_term_or_a_critic_learns_from_it(name):
-    flat, row = replace(world(0), rewards=torch.zeros(world(0).mask.shape, dtype=torch.float64)), ALGORITHMS[name]
+    """Of rewards and of length: an overlong answer among others is a contrast, where that costs."""
+    flat = replace(world(0), rewards=torch.zeros(world(0).mask.shape, dtype=torch.float64))
+    row = algorithm(name, **{"shaping.overlong_penalty": 0.0})
     update = credit(flat, row).weighted(row.axes.aggregation, LIMIT)
     passed = sum(len(micro) for micro in update.split(64))
     assert passed == (int(flat.mask.any(1).sum()) if row.critic or row.axes.kl_weight else 0)

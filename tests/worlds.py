@@ -23,6 +23,7 @@ NAN = float("nan")
 VOCABULARY = 17  # the tiny model's
 END = PAD = 0  # the hard case: nothing in the ids tells an end token from padding
 LIMIT = 11  # L of the modes that divide by a constant
+LONGEST = 5  # tokens after which an answer is overlong, where that costs: some of `world` are
 
 
 def sample(ids: Iterable[int], mask: Iterable[bool], reward: float = 0.0, **more) -> Sample:
@@ -41,8 +42,9 @@ def world(seed: int) -> Batch:
     """A batch in float64 with all that goes wrong in batches, for a policy near the uniform one.
 
     8 rows in groups of 3, 2, 2 and 1; unequal lengths; several turns (gaps in the mask); END = PAD; one group without
-    contrast; rewards in the middle of one; one row that was cut short before its first token; NaN in every log-prob off
-    the mask; tokens of versions 0 to 2, trained at step 2 when half of the updates are made.
+    contrast; rewards in the middle of one; one row that was cut short before its first token, two that ran into the
+    length limit, one of them alone in its group; NaN in every log-prob off the mask; tokens of versions 0 to 2, trained
+    at step 2 when half of the updates are made.
     """
     rng = np.random.default_rng(seed)
     groups = []
@@ -59,7 +61,8 @@ def world(seed: int) -> Batch:
                 version = tuple(int(v) if m else -1 for v, m in zip(rng.integers(0, 3, len(mask)), mask))
                 middle = len(prompt) + len(answer) // 2 if number == 2 else len(mask) - 1
                 rewards = ((middle, reward / 3), (len(mask) - 1, reward - reward / 3))
-                tries.append(sample(prompt + tuple(answer), mask, version=version, rewards=rewards))
+                finish = "length" if (number, i) in ((0, 2), (3, 0)) else "stop"
+                tries.append(sample(prompt + tuple(answer), mask, version=version, rewards=rewards, finish=finish))
         groups.append(group(*tries, number=number, prompt=prompt))
     batch = collate(groups)
 
@@ -100,7 +103,7 @@ def changed(axes: Axes, **others) -> Axes:
 
 def algorithm(name: str, **others) -> Algorithm:
     """The row with some axes changed."""
-    return chosen(name, changed(ALGORITHMS[name].axes, **others))
+    return chosen(name, changed(ALGORITHMS[name].axes, **others), longest=LONGEST)
 
 
 # ---- updates without a model: log-probs, entropies and values are given
