@@ -112,7 +112,7 @@ def step_metrics(groups: Sequence[Group], batch: Batch, logp: Tensor, algo: Algo
 
 
 def of_tokens(batch: Batch, logp: Tensor, algo: Algorithm, updates: int) -> list[dict[str, list[float] | None]]:
-    """What the trainer knows of the tokens of each row, for samples.jsonl: logp_prox and adv, 0 where nothing was sampled.
+    """What the trainer knows of each row's tokens, for samples.jsonl: logp_prox and adv, 0 where nothing was sampled.
 
     Arguments as in `step_metrics`. None in place of log-probs for a row without a forward pass, and for all rows where
     π_prox moved away without having been measured.
