@@ -16,10 +16,11 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from nanorl.cli import read_saved
 from nanorl.config import Config, Refused, resolved, unread
+from nanorl.look import Parser
 from nanorl.token_table import pieces
 
 if TYPE_CHECKING:
@@ -27,14 +28,6 @@ if TYPE_CHECKING:
     from nanorl.tasks import Problem, Task
 
 LIMIT = 32  # new tokens of a model without a run's settings
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise Refused."""
-        raise Refused(f"{message}; python -m nanorl.rollout --help says what there is")
 
 
 def parser() -> Parser:
@@ -126,8 +119,8 @@ class Asked:
         suffix = self.task.suffix if self.task else self.job.prompt_suffix or ""
         rendered, ids = tasks.render(problem or tasks.Problem(text, ""), self.tokenizer, self.job.system_prompt, suffix)
         if not ids or len(ids) + self.sampling.max_new_tokens > self.engine.room:
-            raise Refused(f"PROMPT {text[:40]!r}: {len(ids)} tokens, and {self.sampling.max_new_tokens} new ones; a prompt "
-                          f"has at least one, and the model takes {self.engine.room}; change --max-new-tokens")
+            raise Refused(f"PROMPT {text[:40]!r}: {len(ids)} tokens, and {self.sampling.max_new_tokens} new ones; a "
+                          f"prompt has at least one, and the model takes {self.engine.room}; change --max-new-tokens")
         return sample.Prompt(number, ids, rendered, problem.answer if problem else "", problem.row if problem else {})
 
     def answers(self, number: int, text: str) -> Group:
@@ -184,9 +177,13 @@ def beneath(texts: Sequence[str], logp: Sequence[float], columns: int) -> str:
 
 
 def asked_for(prompts: Sequence[str]) -> Iterator[str]:
-    """The prompts, and for each - the lines of standard input that are not empty."""
+    """The prompts, and for each - the lines of standard input that are not empty. Raises Refused."""
     for prompt in prompts:
-        yield from (filter(None, (line.rstrip("\r\n") for line in sys.stdin)) if prompt == "-" else [prompt])
+        try:
+            prompt.encode()  # a command line may hold bytes that are no text
+            yield from (filter(None, (line.rstrip("\r\n") for line in sys.stdin)) if prompt == "-" else [prompt])
+        except UnicodeError as error:
+            raise Refused(f"PROMPT {prompt!r}: not text ({error}); use UTF-8") from None
 
 
 def main(words: list[str]) -> int:

@@ -203,20 +203,20 @@ def chosen(runs: Sequence[Curves], keys: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(keys or [key for key in SHOWN if key in there and not (agree and key == "mismatch/mean")]))
 
 
-def look(i: int) -> dict[str, str]:
+def style(i: int) -> dict[str, str]:
     """Colour and dashes of the line of run i, unlike those of the 39 before it."""
     return {"color": f"C{i % 10}", "linestyle": ("-", "--", ":", "-.")[i // 10 % 4]}
 
 
 def draw(panel: Axes, points: Sequence[tuple[float, float]], i: int, smooth: int) -> None:
-    """The line of run i through these points; few points get a dot each. Below a smoothed line lies a faint one of all."""
+    """The line of run i through these points, a dot at each of a few. Below a smoothed line lies a faint one of all."""
     if not points:
         return
     x, y = zip(*points)
     if smooth > 1:
-        panel.plot(x, y, **look(i), linewidth=1, alpha=0.25)
+        panel.plot(x, y, **style(i), linewidth=1, alpha=0.25)
     dots = {"marker": "o", "markersize": 3.5} if len(points) <= DOTS else {}  # one point alone makes no line
-    panel.plot(x, smoothed(y, smooth), **look(i), linewidth=1.8, **dots)
+    panel.plot(x, smoothed(y, smooth), **style(i), linewidth=1.8, **dots)
 
 
 def picture(runs: Sequence[Curves], keys: Sequence[str], smooth: int = 1, against: str = "step") -> Figure:
@@ -239,7 +239,7 @@ def picture(runs: Sequence[Curves], keys: Sequence[str], smooth: int = 1, agains
                 panel.set_ylim(-0.02, 1.04)
         for empty in panels[len(keys) :]:
             empty.axis("off")
-        lines = [Line2D([], [], **look(i), label=name) for i, name in enumerate(names([run.folder for run in runs]))]
+        lines = [Line2D([], [], **style(i), label=name) for i, name in enumerate(names([run.folder for run in runs]))]
         figure.legend(handles=lines, loc="outside lower center", ncols=columns, frameon=False)
     return figure
 

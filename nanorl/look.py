@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise Refused."""
-        raise Refused(f"{message}; python -m nanorl.monitor --help says what there is")
+        raise Refused(f"{message}; {self.prog} --help says what there is")
 
 
 def parser() -> Parser:
