@@ -167,10 +167,12 @@ def test_every_token_stands_above_its_log_prob_and_the_lines_fit(tokens, columns
 
 
 @pytest.mark.parametrize("words, why", [
-    ([], "required"), (["RUN"], "PROMPT"), (["RUN", "1+1=", "--speed"], "--speed"), (["RUN", "", "--greedy"], "PROMPT ''"),
+    ([], "required"), (["RUN"], "PROMPT"), (["RUN", "1+1=", "--speed"], "--speed"),
+    (["RUN", "", "--greedy"], "PROMPT ''"),
     (["RUN", "1+1=", "--samples", "0"], "--samples 0"), (["RUN", "1+1=", "--temperature", "0"], "--greedy"),
     (["RUN", "1+1=", "--temperature", "nan"], "--temperature"), (["RUN", "1+1=", "--seed", "-1"], "--seed -1"),
-    (["RUN", "1+1=", "--max-new-tokens", "0"], "--max-new-tokens 0"), (["./NO", "1+1="], "CHECKPOINT ./NO: no such folder"),
+    (["RUN", "1+1=", "--max-new-tokens", "0"], "--max-new-tokens 0"),
+    (["./NO", "1+1="], "CHECKPOINT ./NO: no such folder"),
     (["RUN", "1+1=", "--max-new-tokens", "300"], "the model takes 256"), (["RUN", "\udcff"], "not text"),
     (["BARE", "1+1="], "BARE: no checkpoint there yet"), (["OLD", "1+1="], "OLD/config.json: not the settings"),
 ])  # fmt: skip

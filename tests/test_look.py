@@ -2,16 +2,19 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanorl import curves, monitor
-from nanorl.config import Refused
+from nanorl import cli, curves, monitor
+from nanorl.algorithms import ALGORITHMS
+from nanorl.config import Config
 from nanorl.curves import SHOWN, UNITS, added_up, chosen, differing, flags, names, picture, read, reached, smoothed
 from nanorl.look import main
 
@@ -155,19 +158,14 @@ def test_what_a_run_never_had_is_a_dash():
     assert reached(curves.Curves(Path("a"), {}, [{"step": 1}])) == ["1", "–", "–", "–", "–"]
 
 
-def test_flags_are_named_as_on_the_command_line_of_a_real_run():
-    import dataclasses
-
-    from nanorl.algorithms import ALGORITHMS
-    from nanorl.config import Config
-    from nanorl.cli import parse
-
-    row = ALGORITHMS["grpo"]
-    own = flags({"algorithm": "grpo", "config": dataclasses.asdict(Config()), "axes": dataclasses.asdict(row.axes)})
-    for flag in ("--lr", "--max-lag", "--servers", "--reward-norm.std-level", "--kl-weight", "--correction.kind"):
-        assert flag in own
-    assert parse(["grpo", "--max-lag", "0", "--reward-norm.std-level", "none"])[0] == "grpo"
-    assert not {"--out", "--resume", "--dry-run"} & own.keys()
+def test_settings_are_named_as_on_the_command_line(capsys):
+    axes = ALGORITHMS["grpo"].axes
+    own = flags({"algorithm": "grpo", "config": asdict(Config()), "axes": asdict(axes)}).keys() - {"algorithm"}
+    with pytest.raises(SystemExit, match="^0$"):
+        cli.parse(["grpo", "--help"])
+    shown = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*", capsys.readouterr().out))
+    assert {"--lr", "--max-lag", "--servers", "--reward-norm.std-level", "--kl-weight", "--correction.kind"} <= own & shown
+    assert not {"--out", "--resume", "--dry-run"} & own
 
 
 def test_settings_of_another_version_are_compared_as_far_as_they_go():
@@ -184,8 +182,8 @@ def test_a_half_written_last_line_is_not_there_yet(tail, tmp_path):
 
 
 def test_what_is_not_finite_is_no_point_and_a_single_step_is_a_dot(tmp_path):
-    rows = [{"step": 1, "seconds": 1.0, "reward": math.nan, "mine": None, "loss": math.inf, "grad_norm": 0.5, "ok": True}]
-    run = read(make(tmp_path / "a", rows))
+    row = {"step": 1, "seconds": 1.0, "reward": math.nan, "mine": None, "loss": math.inf, "grad_norm": 0.5, "ok": True}
+    run = read(make(tmp_path / "a", [row]))
     assert (run.points("reward"), run.points("mine"), run.points("loss"), run.points("ok")) == ([], [], [], [])
     figure = picture([run], chosen([run], None))
     assert drawn(figure) == {"grad_norm": [([1], [0.5])], "seconds, s": [([1], [1.0])]}
@@ -195,7 +193,8 @@ def test_what_is_not_finite_is_no_point_and_a_single_step_is_a_dot(tmp_path):
 @pytest.mark.parametrize("words, why", [
     ([], "name the folder of a run"), (["NO"], "NO/config.json: cannot be read"),
     (["RUN", "--keys", "rewrad"], "--keys rewrad: no run has it; there are entropy"),
-    (["RUN", "--smooth", "0"], "--smooth 0"), (["RUN", "--against", "time"], "--against"), (["RUN", "--speed"], "--speed"),
+    (["RUN", "--smooth", "0"], "--smooth 0"), (["RUN", "--against", "time"], "--against"),
+    (["RUN", "--speed"], "--speed"),
     (["RUN", "--out", "NO/c.png"], "--out NO/c.png: no folder"), (["RUN", "--out", "c"], "end it in .png"),
     (["RUN", "--out", "DIR.png"], "--out DIR.png: cannot be written"),
     (["EMPTY"], "EMPTY/metrics.jsonl: no step yet"), (["TORN"], "TORN/metrics.jsonl, line 2: not JSON"),
@@ -204,8 +203,8 @@ def test_what_is_not_finite_is_no_point_and_a_single_step_is_a_dot(tmp_path):
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_refused_in_one_line(words, why, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make(Path("RUN")), make(Path("EMPTY"), []), make(Path("TORN"), FULL[:1], tail='{"step\n{}\n'), make(Path("LIST"), [[1]])
-    make(Path("OLD"), [{"iteration": 1}]), make(Path("BYTES")), make(Path("HALF")), Path("DIR.png").mkdir()
+    make(Path("RUN")), make(Path("EMPTY"), []), make(Path("TORN"), FULL[:1], tail='{"step\n{}\n')
+    make(Path("LIST"), [[1]]), make(Path("OLD"), [{"iteration": 1}]), make(Path("BYTES")), make(Path("HALF")), Path("DIR.png").mkdir()
     Path("BYTES/metrics.jsonl").write_bytes(b"\xff\xfe\n")
     Path("HALF/config.json").write_text('{"algor')
     status, out, error = told(capsys, *words)

@@ -139,7 +139,8 @@ def test_a_run_of_before_has_dashes_and_so_has_a_row_without_a_pass(tmp_path, ca
 
 
 def test_log_probs_that_were_not_finite_are_dashes(tmp_path, capsys):
-    written(tmp_path, [group_of(make((3, 4), NAN, logp=(NAN, -1.0)))], of=[{"logp_prox": [0, 0, -2.0, -1.0], "adv": [0.0] * 4}])
+    groups = [group_of(make((3, 4), NAN, logp=(NAN, -1.0)))]
+    written(tmp_path, groups, of=[{"logp_prox": [0, 0, -2.0, -1.0], "adv": [0.0] * 4}])
     table = columns(said(capsys, tmp_path, 5, 0)[1])
     assert table["logp_behave"][2:] == ["–", "-1"] and table["ratio"][2:] == ["–", "1"]
     assert said(capsys, tmp_path, 5)[0] == 0
@@ -177,7 +178,8 @@ def test_the_tokenizer_is_a_checkpoint_s_else_the_start_model_s_else_none(tmp_pa
 
 
 @pytest.mark.parametrize("words, why", [
-    (["RUN"], "name a run, a step"), (["RUN", "5", "0", "1"], "name a run, a step"), (["RUN", "x"], "x is no number"),
+    (["RUN"], "name a run, a step"), (["RUN", "5", "0", "1"], "name a run, a step"),
+    (["RUN", "x"], "x is no number"),
     (["RUN", "5", "-1"], "-1 is no number"), (["RUN", "5", "4"], "no such row; that step has 0 to 3"),
     (["RUN", "6"], "no such step; RUN/samples.jsonl has steps 5 to 5"), (["NO", "5"], "NO/samples.jsonl: cannot be read"),
     (["EMPTY", "1"], "no sample yet"), (["TORN", "5"], "TORN/samples.jsonl, line 5: not JSON"),
