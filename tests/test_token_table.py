@@ -192,7 +192,8 @@ def test_what_cannot_be_shown_is_refused_in_one_line(words, why, tmp_path, capsy
         (tmp_path / name).mkdir()
         written(tmp_path / name)
     half = (tmp_path / "RUN" / "samples.jsonl").read_text()
-    for name, text in (("RUN", half + '{"step": 6, "pro'), ("EMPTY", '{"step": 1, "ids'), ("TORN", half + '{"step": 5, "i\n'),
+    for name, text in (("RUN", half + '{"step": 6, "pro'), ("EMPTY", '{"step": 1, "ids'),
+                       ("TORN", half + '{"step": 5, "i\n'),
                        ("OTHER", '{"iteration": 5}\n'), ("OLD", '{"step": 5, "tokens": []}\n'),
                        ("UNEQUAL", half.replace('"mask": [0, 0, 1, 1]', '"mask": [0, 0, 1]', 1))):  # fmt: skip
         (tmp_path / name / "samples.jsonl").write_text(text)
