@@ -120,7 +120,7 @@ def names(folders: Sequence[Path]) -> list[str]:
     """
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     for n in range(1, max(map(len, parts)) + 1):
-        short = ["/".join(part[-n:]) for part in parts]
+        short = [str(Path(*part[-n:])) for part in parts]
         if len(set(short)) == len(set(parts)):
             break
     return short
@@ -247,10 +247,10 @@ def picture(runs: Sequence[Curves], keys: Sequence[str], smooth: int = 1, agains
 def show(folders: Sequence[Path], out: str | None = None, keys: Sequence[str] | None = None, smooth: int = 1,
          against: str = "step") -> None:  # fmt: skip
     """Print the report on these runs and draw their curves: into --out, else the one run's folder, else this one."""
-    file = out or str(folders[0] / "curves.png" if len(folders) == 1 else "curves.png")
-    drawable(file, "--out")
     runs = [read(folder) for folder in {os.path.abspath(folder): folder for folder in folders}.values()]
     keys = chosen(runs, keys)
+    file = out or str(runs[0].folder / "curves.png" if len(runs) == 1 else "curves.png")
+    drawable(file, "--out")
     print(report(runs), flush=True)
     save(lambda: picture(runs, keys, smooth, against), file, "--out")
     print(f"\n{file}: {', '.join(keys)} against {AGAINST[against]}" + (f", means of {smooth}" if smooth > 1 else ""))

@@ -83,7 +83,7 @@ def test_it_samples_what_the_engine_of_the_run_samples(run):
     wanted = asyncio.run(rollout.group(engine, tokenizer, prompt, nothing, sampling, 3))
     for sample, other in zip(group.samples, wanted.samples, strict=True):
         assert (sample.ids, sample.logp_behave, sample.finish) == (other.ids, other.logp_behave, other.finish)
-        scores = (net(torch.tensor([sample.ids])).logits[0] / 1.5).log_softmax(-1)
+        scores = (net(torch.tensor([sample.ids])).logits[0].detach() / 1.5).log_softmax(-1)
         for t in (i for i, m in enumerate(sample.mask) if m):
             assert sample.logp_behave[t] == pytest.approx(float(scores[t - 1, sample.ids[t]]), abs=1e-4)
 
@@ -103,8 +103,8 @@ def test_of_additions_the_answer_is_known(text, answer):
 
 def test_the_verdict_is_the_verifier_s(run, monkeypatch, capsys):
     """Right with or without working; what is no addition has no verdict."""
-    texts = iter(["(1315)15", "16", "15"])
-    monkeypatch.setattr("nanorl.rollout.Turns.text", lambda self, completion: next(texts))
+    texts = ["(1315)15", "16", "15"]
+    monkeypatch.setattr("nanorl.rollout.Turns.text", lambda self, completion: texts[self.sampling.key[-1]])
     out = told(capsys, run, "12+3=", "--samples", 3)[1]
     assert [line.split(",")[0] for line in out.splitlines() if "finish" in line] == ["1: right", "2: wrong", "3: right"]
     assert "(right: 15)" in out
