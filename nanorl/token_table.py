@@ -89,7 +89,7 @@ def of_tokens(sample: dict[str, Any], decode: Callable[[Sequence[int]], str] | N
     """The columns of each token by their titles, as the file has them; None where there is nothing to know."""
     n, rewards = len(sample["ids"]), {}
     for position, value in sample["rewards"]:
-        rewards[position] = rewards.get(position, 0.0) + value
+        rewards[position] = rewards.get(position, 0.0) + (math.nan if value is None else value)
     texts = [None] * n if decode is None else pieces(decode, sample["ids"])
     lists = [sample[name] for name in ("ids", "mask", "logp_behave", "version")]
     lists += [sample.get(name) or [None] * n for name in ("logp_prox", "adv")]

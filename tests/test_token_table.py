@@ -144,6 +144,7 @@ def test_log_probs_that_were_not_finite_are_dashes(tmp_path, capsys):
     written(tmp_path, groups, of=[{"logp_prox": [0, 0, -2.0, -1.0], "adv": [0.0] * 4}])
     table = columns(said(capsys, tmp_path, 5, 0)[1])
     assert table["logp_behave"][2:] == ["–", "-1"] and table["ratio"][2:] == ["–", "1"]
+    assert table["reward"][2:] == ["", "nan"]
     assert said(capsys, tmp_path, 5)[0] == 0
 
 
