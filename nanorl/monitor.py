@@ -2,7 +2,7 @@
 
 `log(name, value)` is how a user adds a number of their own, from a reward, an episode or a loss. `Monitor` shows and
 writes them beside what a step says about itself (`metrics.py`); `notes/metrics.md` explains each name. No torch until a
-`Monitor` is made: a user's reward file imports `log`, and runs without torch.
+`Monitor` is made: a user's reward file imports `log`, and runs without torch. `look.py` shows what was written.
 """
 
 from __future__ import annotations
