@@ -134,6 +134,19 @@ def shaping_metrics(batch: Batch, algo: Algorithm) -> dict[str, float]:
     return found
 
 
+def of_tokens(batch: Batch, logp: Tensor, algo: Algorithm, updates: int) -> list[dict[str, list[float] | None]]:
+    """What the trainer knows of each row's tokens, for samples.jsonl: logp_prox and adv, 0 where nothing was sampled.
+
+    Arguments as in `step_metrics`. None in place of log-probs for a row without a forward pass, and for all rows where
+    π_prox moved away without having been measured.
+    """
+    start, off = trained_ratio(batch, logp, algo)[1], ~batch.mask
+    known = (start.isfinite() | off).all(1) & (updates == 1 or batch.logp_prox is not None)
+    rows = zip(batch.length.tolist(), known.tolist(), start.masked_fill(off, 0).tolist(),
+               batch.adv.masked_fill(off, 0).tolist())  # fmt: skip
+    return [{"logp_prox": prox[:n] if measured else None, "adv": adv[:n]} for n, measured, prox, adv in rows]
+
+
 def utilisation(spans: Sequence[Span], seconds: float) -> dict[str, float]:
     """util/train and util/engine/N: the share of these seconds that the trainer trained, and that each engine worked.
 

@@ -2,7 +2,7 @@
 
 `log(name, value)` is how a user adds a number of their own, from a reward, an episode or a loss. `Monitor` shows and
 writes them beside what a step says about itself (`metrics.py`); `notes/metrics.md` explains each name. No torch until a
-`Monitor` is made: a user's reward file imports `log`, and runs without torch.
+`Monitor` is made: a user's reward file imports `log`, and runs without torch. `look.py` shows what was written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -116,10 +116,12 @@ class Monitor:
         self.start_step, self.steps, self.began = start_step, steps, time.monotonic()
         self.pass_1, self.lines, self.flat, self.warned = math.nan, 0, 0, set()  # pass_1: the last evaluation's
 
-    def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group], seconds: dict[str, float]) -> None:
+    def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group], seconds: dict[str, float],
+             tokens: Iterable[Mapping[str, object]] = ()) -> None:  # fmt: skip
         """Write and show step number `step`, from 1. seconds: of each stage (generate, measure, train, evaluate).
 
         metrics: step_metrics', the trainer's, and an evaluation's if there was one: a step is one object in the file.
+        tokens: what stands beside each sample that was trained, in their order (`metrics.of_tokens`).
         """
         metrics = {**metrics, **average(_outside), **{f"seconds/{stage}": took for stage, took in seconds.items()}}
         _outside.clear()
@@ -127,9 +129,11 @@ class Monitor:
         metrics["tokens_per_second"] = metrics["tokens"] / sum(t for stage, t in seconds.items() if stage not in beside)
         self.pass_1 = metrics.get("eval/pass@1", self.pass_1)
         self.write(step, metrics)
+        beside_samples = iter(tokens)
         for number, sample in ((group.prompt.number, sample) for group in groups for sample in group.samples):
             row = {"step": step, "prompt": number, "reward": sample.reward, **vars(sample)}
             row["mask"] = [int(m) for m in sample.mask]
+            row |= next(beside_samples, {}) if sample.train else {}
             self.samples.write(line(row))
         self.samples.flush()
         self.print_line(step, metrics)
@@ -272,6 +276,6 @@ def text_progress(label: str, done: int, total: int, started: float) -> None:
 
 
 if __name__ == "__main__":
-    from nanorl.timeline import main
+    from nanorl.look import main
 
     sys.exit(main(sys.argv[1:]))

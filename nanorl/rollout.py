@@ -2,6 +2,8 @@
 
 An episode is an asynchronous function of one trajectory: it asks the engine for tokens and a reward for a number, as
 often as it likes, and returns what was sampled. G of them at one prompt are a group.
+
+    python -m nanorl.rollout CHECKPOINT "123+456="          what does this checkpoint answer? (ask.py)
 """
 
 from __future__ import annotations
@@ -14,6 +16,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import replace
 from typing import Any
+
+if __name__ == "__main__":  # before the imports below, which take seconds: whoever asks for help waits for none
+    from nanorl.ask import main
+
+    sys.exit(main(sys.argv[1:]))
 
 from nanorl.buffer import HEARTBEAT, Buffer, Stopped
 from nanorl.config import Lost

@@ -26,7 +26,7 @@ from nanorl.critic import Critic
 from nanorl.launch import Stop
 from nanorl.local import LocalEngine
 from nanorl.memory import dry_run
-from nanorl.metrics import average, published, step_metrics, utilisation
+from nanorl.metrics import average, of_tokens, published, step_metrics, utilisation
 from nanorl.monitor import Clock, Monitor, log, text_progress
 from nanorl.sample import Batch, Group, Prompt
 from nanorl.timeline import Lane, Trace
@@ -210,7 +210,8 @@ class Run:
         stages, spans, seconds = self.clock.lap()
         spans += self.engine.lap() + self.rewards.lap()
         self.trace.write(spans)
-        self.monitor.step(self.step, metrics | utilisation(spans, seconds) | published(spans), groups, stages)
+        self.monitor.step(self.step, metrics | utilisation(spans, seconds) | published(spans), groups, stages,
+                          of_tokens(batch, trained, self.algo, len(norms)))  # fmt: skip
         if self.step == 1 and self.algo.explained and len(norms) == 1:
             self.monitor.explain_first_step(numbers["loss"])
         if self.due(5) or self.step == 1:

@@ -34,9 +34,11 @@ def finish(run: Run, results: dict[str, float]) -> None:
         print(f"  groups       {summary['groups']['trained']:,} trained{left}{others}")
     print(f"the run       {run.folder} (metrics.jsonl, samples.jsonl, trace.json, summary.json)\n"
           f"weights       {last} (AutoModelForCausalLM.from_pretrained opens it)\n"
-          f"curves        tensorboard --logdir {run.folder.parent}\n"
+          f"curves        python -m nanorl.monitor {run.folder}   (or tensorboard --logdir {run.folder.parent})\n"
+          f"samples       python -m nanorl.monitor --sample {run.folder} {run.step}\n"
           f"timeline      python -m nanorl.monitor --timeline {run.folder}\n"
           f"go on         python {run.script} --resume {run.folder} --steps {2 * cfg.steps}\n"
+          f"ask it        python -m nanorl.rollout {run.folder} PROMPT\n"
           f"evaluate      {cli.command(run.script, run.name, again, axes)}")  # fmt: skip
     if cfg.task == "arithmetic":
         print(f"harder        python {run.script} {run.name} --digits {min(12, max(6, cfg.digits + 1))}\n"
