@@ -37,17 +37,18 @@ def arguments(doc: str) -> argparse.ArgumentParser:
 
 def machine() -> str:
     """Processor, cores, memory and GPU in words."""
-    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M) if sys.platform == "linux" else []
+    cpus = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    names = re.findall(r"^model name\s*: (.*)$", cpus, re.M) or [platform.processor() or platform.machine()]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     import torch  # takes seconds, and some benchmarks set its environment first
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return f"{(names or [platform.processor() or platform.machine()])[0]}, {cores}, {memory:.0f} GiB, {gpu}"
+    return f"{names[0]}, {cores}, {memory:.0f} GiB, {gpu}"
 
 
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Versions of python, of the packages that are installed, and nanorl's commit, with a + where files differ from it."""
+    """Versions of python and of packages, and nanorl's commit, with a + where files differ from it."""
     found = {"python": platform.python_version()}
     for name in (*COUNTED, *more):
         try:

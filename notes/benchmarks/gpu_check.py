@@ -83,12 +83,13 @@ def agreement(name: str, shape: Shape, device: str, length: int) -> list[bench.R
     return rows
 
 
-def trained(shape: Shape, trainer: Trainer, rows: int, length: int, repeats: int, device: str) -> tuple[list[float], int]:
-    """Seconds of whole steps, and the tokens of a micro-batch that fitted. Raises OutOfMemoryError if one row does not."""
+def trained(shape: Shape, trainer: Trainer, rows: int, length: int, repeats: int) -> tuple[list[float], int]:
+    """Seconds of whole steps, and tokens of the micro-batches that fitted. Raises OutOfMemoryError if one row does not."""
     groups = answers(rows, length, PROMPT if length > PROMPT else 1, shape.vocabulary)
     while True:
         try:
-            return seconds(lambda: trainer.step(groups), repeats, device), trainer.cfg.tokens_per_micro_batch
+            took = seconds(lambda: trainer.step(groups), repeats, trainer.policy.model.device)
+            return took, trainer.cfg.tokens_per_micro_batch
         except torch.OutOfMemoryError:
             if trainer.cfg.tokens_per_micro_batch <= length:
                 raise
@@ -104,7 +105,7 @@ def speed(name: str, shape: Shape, args, device: str, peak: float | None) -> lis
     base = {"shape": name, "weights, M": weights / 1e6}
     try:
         trainer = Trainer(policy, job(tokens=args.tokens_per_micro_batch))
-        took, micro = trained(shape, trainer, args.rows, args.length, args.repeats, device)
+        took, micro = trained(shape, trainer, args.rows, args.length, args.repeats)
         tokens = args.rows * args.length
         rates = [shape.flops(weights, tokens, args.length) / s for s in took]
         rows = [{**base, "what": f"training, {args.rows} rows of {args.length:,}, micro-batches of {micro:,}",
@@ -147,12 +148,13 @@ def main() -> None:
     began, rows = time.perf_counter(), []
     first = next(iter(shapes))
     parts = [("agreement", lambda: agreement(first, shapes[first], device, 32 if args.toy else 128))]
-    parts += [(name, lambda name=name, shape=shape: speed(name, shape, args, device, peak)) for name, shape in shapes.items()]
+    parts += [(name, lambda name=name: speed(name, shapes[name], args, device, peak)) for name in shapes]
     for i, (what, part) in enumerate(parts, 1):
         start = time.perf_counter()
         rows.append(part())
         print(f"part {i}/{len(parts)}, {what}: {time.perf_counter() - start:.0f} s", flush=True)
-    print(f"all: {time.perf_counter() - began:.0f} s; peak {'unknown, give --peak' if peak is None else f'{peak:.3g} FLOP/s'}")
+    rate = "unknown, give --peak" if peak is None else f"{peak / 1e12:g} TFLOP/s"
+    print(f"all: {time.perf_counter() - began:.0f} s; peak {rate}")
     record = args.record and not args.toy
     bench.report("gpu_check, agreement", rows[0], record)
     bench.report("gpu_check, speed", [row for part in rows[1:] for row in part], record)

@@ -2,8 +2,8 @@
 
     python notes/benchmarks/growth.py
 
-One size is changed at a time; the others stay at the default job's: 256 rows of 8 + 24 tokens, width 128, 4 layers, 17 tokens
-in the vocabulary. A step samples every row to its full length with the local engine and then trains on all rows, so
+One size is changed at a time; the others stay at the default job's: 256 rows of 8 + 24 tokens, width 128, 4 layers, a
+vocabulary of 17 (64 rows where the size that grows makes them dear). A step samples every row to its full length with the local engine and then trains on all rows, so
 that nothing depends on what a model answers. The exponent is the slope of log time over log size between the two
 largest sizes: 1 is proportional, and below 1 something that does not grow still counts. Memory is the peak of a process
 of its own above what it takes after a small step (Linux only). Under five minutes; it draws notes/figures/growth.png.
@@ -65,7 +65,8 @@ def step_times(size: Size, repeats: int) -> tuple[list[float], list[float]]:
 
     policy = Policy(Shape(size.vocabulary, size.width, 3 * size.width, 4, 4, 4).model())
     groups, trainer = answers(size.rows, PROMPT + size.sampled, PROMPT, size.vocabulary), Trainer(policy, job())
-    return (seconds(lambda: sample(policy, groups, size.sampled), repeats), seconds(lambda: trainer.step(groups), repeats))
+    sampling = seconds(lambda: sample(policy, groups, size.sampled), repeats)
+    return sampling, seconds(lambda: trainer.step(groups), repeats)
 
 
 def swept(name: str, repeats: int) -> list[bench.Row]:
@@ -78,12 +79,12 @@ def swept(name: str, repeats: int) -> list[bench.Row]:
             if len(rows) > 1:
                 costs = [median(row[f"{part}, s"]) for row in rows]
                 rows[-1][f"exponent of {part}"] = exponent([row["size"] for row in rows], costs)
-        print(f"{SAYS[name]} {value:,}: sampling {bench.shown(sampling)} s, training {bench.shown(training)} s", flush=True)
+        print(bench.table(rows[-1:]), flush=True)
     return rows
 
 
 def memory_child(length: int) -> None:
-    """In this process: print the MB that a step on rows of so many tokens takes above a small one; 4,096 tokens at once."""
+    """In this process: print the MB that a step on 8 rows of so many tokens takes above a small one."""
     from logprob_memory import resident
     from nanorl.policy import Policy
     from synthetic import Shape, Trainer, answers, job
@@ -152,17 +153,19 @@ def draw(sweeps: dict[str, list[bench.Row]], memory: list[bench.Row], starts: li
 
     with matplotlib.rc_context({**STYLE, "font.size": 13}):
         figure = Figure(figsize=(12, 7), layout="constrained")
-        panels = figure.subplots(2, 3).flat
-        for panel, (name, rows) in zip(panels, sweeps.items()):
+        panels = iter(figure.subplots(2, 3).flat)
+        for name, rows in sweeps.items():
+            panel = next(panels)
             for number, part in enumerate(("sampling", "training")):
-                panel.plot([row["size"] for row in rows], [median(row[f"{part}, s"]) for row in rows], "o-", color=f"C{number}",
-                           label=f"{part}, exponent {rows[-1][f'exponent of {part}']:.1f}")  # fmt: skip
+                costs, label = [median(row[f"{part}, s"]) for row in rows], f"exponent of {part}"
+                panel.plot([row["size"] for row in rows], costs, "o-", color=f"C{number}",
+                           label=f"{part}, exponent {rows[-1][label]:.1f}")  # fmt: skip
             log_axes(panel, SAYS[name], "seconds of a step", [row["size"] for row in rows])
-        panel = panels[4]
-        panel.plot([row["tokens of a row"] for row in memory], [median(row["peak, MB"]) for row in memory], "o-", color="C3",
+        lengths, panel = [row["tokens of a row"] for row in memory], next(panels)
+        panel.plot(lengths, [median(row["peak, MB"]) for row in memory], "o-", color="C3",
                    label=f"8 rows, exponent {memory[-1]['exponent']:.1f}")  # fmt: skip
-        log_axes(panel, "tokens of a row", "peak memory of a step, MB", [row["tokens of a row"] for row in memory])
-        panel = panels[5]
+        log_axes(panel, "tokens of a row", "peak memory of a step, MB", lengths)
+        panel = next(panels)
         panel.barh([row["part"] for row in starts], [median(row["s"]) for row in starts], color="C2")
         panel.invert_yaxis()
         panel.set(xlabel="seconds", title="start of the default job")

@@ -1,4 +1,4 @@
-"""What memory do log-probs take at a large vocabulary? Ours against the naive form: python notes/benchmarks/logprob_memory.py
+"""What memory do log-probs take at a large vocabulary? python notes/benchmarks/logprob_memory.py
 
 4,096 tokens, a vocabulary of 151,936, hidden width 64, float32, forward and backward. Ours is `Policy.forward`, which
 has a chunk of logits at a time; the naive form has them all, takes log_softmax and gathers. Each way is measured in a

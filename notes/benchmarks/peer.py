@@ -1,15 +1,15 @@
 """Is nanorl faster than TRL, which people would pick instead? The same job in both, in turn.
 
-    python notes/benchmarks/peer.py --trl trl/bin/python --out FOLDER                 completions a second, 20 steps, 5 pairs
-    python notes/benchmarks/peer.py --trl trl/bin/python --out FOLDER --to 0.93       seconds until that training reward
+    python notes/benchmarks/peer.py --trl trl/bin/python --out FOLDER              completions a second, 20 steps, 5 pairs
+    python notes/benchmarks/peer.py --trl trl/bin/python --out FOLDER --to 0.93    seconds until that training reward
 
 The environment of TRL is its own: see peer_trl.py. Both start from the default's warm start, ask the same prompts in the
 same order, sample 32 × 8 answers a step, judge them by the same function, and make one optimizer step (AdamW with the
 same constants, the same loss: clipped, mean over tokens, no KL). Both have --threads threads. Seconds count from the
-first step's start, so imports and warm start are in neither. For the first table the runs alternate, nanorl, TRL, nanorl, …;
-for the second each runs at every rate of --rates until the mean reward of the last 20 steps is at the goal, and the best
-rate of each is compared. Every run keeps its curve in FOLDER; runs that are done are not done again, so the command can be stopped
-and given again. Nothing else should run meanwhile.
+first step's start, so imports and warm start are in neither. For the first table the runs alternate, nanorl, TRL,
+nanorl, …; for the second each runs at every rate of --rates until the mean reward of the last 20 steps is at the goal,
+and the best rate of each is compared. Every run keeps its curve in FOLDER; runs that are done are not done again, so the
+command can be stopped and given again. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class Job:
     def words(self, args: argparse.Namespace, model: Path, prompts: Path) -> list[str]:
         """The command."""
         if self.peer == "nanorl":
-            return [sys.executable, str(ROOT / "train_grpo.py"), "--model", str(model), "--steps", str(self.steps), "--lr",
-                    str(self.lr), "--eval-every", "0", "--save-every", "0", "--out", str(args.out / self.name)]  # fmt: skip
+            return [sys.executable, str(ROOT / "train_grpo.py"), "--model", str(model), "--steps", str(self.steps),
+                    "--lr", str(self.lr), "--eval-every", "0", "--save-every", "0", "--out",
+                    str(args.out / self.name)]  # fmt: skip
         goal = [] if self.goal is None else ["--until", str(self.goal), "--window", str(WINDOW)]
         return [args.trl, str(Path(__file__).parent / "peer_trl.py"), "--model", str(model), "--prompts", str(prompts),
                 "--steps", str(self.steps), "--lr", str(self.lr), "--group", str(CFG.samples_per_prompt), "--batch",
@@ -102,7 +103,8 @@ class Job:
                 sys.exit(f"{self.peer} ended with {process.returncode}; the end of {log}:\n{log.read_text()[-800:]}")
             done.touch()
         curve = self.curve(args)
-        print(f"{self.name}: {len(curve)} steps, {curve[-1][0] / len(curve):.3f} s each, reward {curve[-1][1]:.3f}", flush=True)
+        seconds, reward = curve[-1]
+        print(f"{self.name}: {len(curve)} steps, {seconds / len(curve):.3f} s each, reward {reward:.3f}", flush=True)
         return curve
 
 
@@ -119,9 +121,8 @@ def speeds(args: argparse.Namespace, model: Path, prompts: Path) -> list[bench.R
     rates: dict[str, list[float]] = {peer: [] for peer in PEERS}
     for pair in range(1, args.pairs + 1):
         for peer in PEERS:
-            curve = Job(peer, f"{peer}-speed-{args.steps}-{pair}", args.steps, args.rates[len(args.rates) // 2]).run(
-                args, model, prompts
-            )
+            job = Job(peer, f"{peer}-speed-{args.steps}-{pair}", args.steps, args.rates[len(args.rates) // 2])
+            curve = job.run(args, model, prompts)
             rates[peer].append(CFG.samples_per_step * args.steps / curve[args.steps - 1][0])
     ratios = [a / b for a, b in zip(*rates.values())]
     rows = [{"": peer, "completions/s": rates[peer], "s a step": [CFG.samples_per_step / rate for rate in rates[peer]]}
@@ -166,7 +167,8 @@ def main() -> None:
     prompts = prompts_of(max(args.steps, args.most_steps), args.out / "prompts.jsonl")
     of = subprocess.run([args.trl, "-c", "from importlib.metadata import version; print(version('trl'))"],
                         check=True, capture_output=True, text=True).stdout.strip()  # fmt: skip
-    name, rows = ("peer, time to reward", goals(args, model, prompts)) if args.to else ("peer, speed", speeds(args, model, prompts))
+    rows = (goals if args.to else speeds)(args, model, prompts)
+    name = "peer, time to reward" if args.to else "peer, speed"
     bench.report(name, [{**row, "TRL": of} for row in rows], args.record)
 
 

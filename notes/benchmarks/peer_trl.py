@@ -34,7 +34,7 @@ parser.add_argument("--group", type=int, required=True, help="samples of a promp
 parser.add_argument("--batch", type=int, required=True, help="samples of a step")
 parser.add_argument("--max-new-tokens", type=int, required=True)
 parser.add_argument("--micro", type=int, default=128, help="rows of a forward pass")
-parser.add_argument("--until", type=float, default=float("inf"), help="stop at this reward, as the mean of --window steps")
+parser.add_argument("--until", type=float, default=float("inf"), help="stop at this mean reward of --window steps")
 parser.add_argument("--window", type=int, default=20)
 args = parser.parse_args()
 

@@ -43,8 +43,9 @@ class Shape:
     def model(self, device: str = "cpu", seed: int = 0) -> PreTrainedModel:
         """Qwen2's architecture in these sizes, fresh float32 weights made on the device."""
         config = Qwen2Config(
-            vocab_size=self.vocabulary, hidden_size=self.width, intermediate_size=self.inner, num_hidden_layers=self.layers,
-            num_attention_heads=self.heads, num_key_value_heads=self.key_value_heads, max_position_embeddings=32_768,
+            vocab_size=self.vocabulary, hidden_size=self.width, intermediate_size=self.inner,
+            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.key_value_heads,
+            max_position_embeddings=32_768,
             tie_word_embeddings=True, pad_token_id=0, bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
         torch.manual_seed(seed)
@@ -74,7 +75,8 @@ def answers(rows: int, length: int, prompt: int, vocabulary: int, seed: int = 0)
     sampled = length - prompt
     mask, version = (False,) * prompt + (True,) * sampled, (-1,) * prompt + (0,) * sampled
     logp = (0.0,) * prompt + (-1.0,) * sampled
-    samples = [Sample(tuple(row), mask, logp, version, "length", ((length - 1, float(i % 2)),)) for i, row in enumerate(ids)]
+    samples = [Sample(tuple(row), mask, logp, version, "length", ((length - 1, float(i % 2)),))
+               for i, row in enumerate(ids)]  # fmt: skip
     return [Group(Prompt(i, tuple(ids[i][:prompt]), "", ""), tuple(samples[i : i + 8])) for i in range(0, rows, 8)]
 
 
