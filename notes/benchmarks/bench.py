@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +25,6 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULTS, README = HERE / "results.jsonl", HERE / "README.md"
 Row = Mapping[str, Any]
-COUNTED = ("torch", "transformers")  # packages whose versions a result depends on
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
@@ -47,21 +46,15 @@ def machine() -> str:
     return f"{names[0]}, {cores}, {memory:.0f} GiB, {gpu}"
 
 
-def versions(more: Sequence[str] = ()) -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Versions of python and of packages, and nanorl's commit, with a + where files differ from it."""
-    found = {"python": platform.python_version()}
-    for name in (*COUNTED, *more):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    git = ["git", "-C", str(HERE)]
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "../../nanorl"]).returncode
-        return found | {"nanorl": commit.strip() + "+" * bool(changed)}
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or not a clone
-        return found | {"nanorl": "no commit"}
+        commit = "no commit"
+    packages = {name: version(name) for name in ("torch", "transformers")}
+    return {"python": platform.python_version(), **packages, "nanorl": commit}
 
 
 def number(x: float) -> str:
@@ -94,18 +87,15 @@ def table(rows: Sequence[Row]) -> str:
 
 def about(entry: Mapping[str, Any]) -> str:
     """One line: the command, its day, machine and versions."""
-    of = ", ".join(f"{name} {what}" for name, what in entry["versions"].items())
-    return f"`{entry['command']}` ({entry['date']}; {entry['machine']}; {of})"
+    software = ", ".join(f"{name} {what}" for name, what in entry["versions"].items())
+    return f"`{entry['command']}` ({entry['date']}; {entry['machine']}; {software})"
 
 
-def report(name: str, rows: Sequence[Row], record: bool = True, more: Sequence[str] = ()) -> None:
-    """Print a table under what it was measured on, and unless told otherwise append both to results.jsonl.
-
-    more: packages whose versions count too.
-    """
+def report(name: str, rows: Sequence[Row], record: bool = True) -> None:
+    """Print a table under what it was measured on, and unless told otherwise append both to results.jsonl."""
     words = [Path(sys.argv[0]).name, *(word for word in sys.argv[1:] if word != "--no-record")]
     entry = {"benchmark": name, "command": f"python notes/benchmarks/{' '.join(words)}", "date": str(date.today()),
-             "machine": machine(), "versions": versions(more), "rows": list(rows)}  # fmt: skip
+             "machine": machine(), "versions": versions(), "rows": list(rows)}  # fmt: skip
     print(f"\n{name}: {about(entry)}\n\n{table(rows)}", flush=True)
     if record:
         with RESULTS.open("a") as file:
@@ -119,7 +109,7 @@ def filled(page: str, entries: Sequence[Mapping[str, Any]]) -> str:
     def fill(found: re.Match) -> str:
         """One passage, anew; that of a benchmark without results says so."""
         entry = latest.get(found[1])
-        text = f"{about(entry)}\n\n{table(entry['rows'])}" if entry else "Not measured yet."
+        text = f"{about(entry)}\n\n{table(entry['rows'])}" if entry else "Not in results.jsonl yet."
         return f"<!-- table {found[1]} -->\n{text}\n<!-- end -->"
 
     return re.sub(r"<!-- table (.+?) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL)

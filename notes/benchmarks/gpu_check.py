@@ -84,7 +84,7 @@ def agreement(name: str, shape: Shape, device: str, length: int) -> list[bench.R
 
 
 def trained(shape: Shape, trainer: Trainer, rows: int, length: int, repeats: int) -> tuple[list[float], int]:
-    """Seconds of whole steps, and tokens of the micro-batches that fitted. Raises OutOfMemoryError if one row does not."""
+    """Seconds of steps, and tokens of the micro-batches that fitted. Raises OutOfMemoryError where one row does not."""
     groups = answers(rows, length, PROMPT if length > PROMPT else 1, shape.vocabulary)
     while True:
         try:

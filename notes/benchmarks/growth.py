@@ -3,8 +3,9 @@
     python notes/benchmarks/growth.py
 
 One size is changed at a time; the others stay at the default job's: 256 rows of 8 + 24 tokens, width 128, 4 layers, a
-vocabulary of 17 (64 rows where the size that grows makes them dear). A step samples every row to its full length with the local engine and then trains on all rows, so
-that nothing depends on what a model answers. The exponent is the slope of log time over log size between the two
+vocabulary of 17 (64 rows where the size that grows makes them dear).
+A step samples every row to its full length with the local engine and then trains on all rows, so that nothing depends on
+what a model answers. The exponent is the slope of log time over log size between the two
 largest sizes: 1 is proportional, and below 1 something that does not grow still counts. Memory is the peak of a process
 of its own above what it takes after a small step (Linux only). Under five minutes; it draws notes/figures/growth.png.
 """
