@@ -235,7 +235,7 @@ def test_every_panel_of_the_picture_has_its_units():
     sweeps = {name: [{"what": name, "size": size, "sampling, s": [0.1 * size], "training, s": [0.2 * size],
                       "exponent of sampling": 1.0, "exponent of training": 1.0} for size in sizes]
               for name, sizes in growth.SWEEPS.items()}  # fmt: skip
-    memory = [{"tokens of a row": length, "peak, MB": [length], "exponent": 1.0} for length in growth.LONG]
+    memory = [{"tokens of a row": length, **dict.fromkeys(growth.PASSES, length)} for length in growth.LONG]
     panels = growth.draw(sweeps, memory, [{"part": part, "s": [1.0]} for part in growth.PARTS]).axes
     assert [panel.get_xlabel() for panel in panels] == [*growth.SAYS.values(), "tokens of a row", "seconds"]
     assert all("seconds" in panel.get_ylabel() for panel in panels[:4]) and "MB" in panels[4].get_ylabel()

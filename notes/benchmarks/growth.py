@@ -3,11 +3,11 @@
     python notes/benchmarks/growth.py
 
 One size is changed at a time; the others stay at the default job's: 256 rows of 8 + 24 tokens, width 128, 4 layers, a
-vocabulary of 17 (64 rows where the size that grows makes them dear).
-A step samples every row to its full length with the local engine and then trains on all rows, so that nothing depends on
-what a model answers. The exponent is the slope of log time over log size between the two
-largest sizes: 1 is proportional, and below 1 something that does not grow still counts. Memory is the peak of a process
-of its own above what it takes after a small step (Linux only). Under five minutes; it draws notes/figures/growth.png.
+vocabulary of 17 (64 rows where the size that grows makes them dear). A step samples every row to its full length with
+the local engine and then trains on all rows, so that nothing depends on what a model answers. The exponent is the slope
+of log time over log size between a size and the one before: 1 is proportional, and below 1 something that does not grow
+still counts. Memory is the peak of a process of its own above what it takes after a small step (Linux only), of 8 rows
+in one pass and in micro-batches of the default's 4,096 tokens. Under five minutes; it draws notes/figures/growth.png.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ SWEEPS = {"rows": (32, 64, 128, 256, 512), "sampled": (24, 48, 96, 192, 384), "w
 SAYS = {"rows": "rows of a step", "sampled": "sampled tokens of a row", "width": "width of the model",
         "vocabulary": "tokens in the vocabulary"}  # fmt: skip
 SMALLER = {"sampled": Size(rows=64), "vocabulary": Size(rows=64), "width": Size(rows=64)}  # so that all fits in minutes
-LONG = (128, 256, 512, 1024, 2048)  # tokens of a row, for memory
+LONG = (256, 512, 1024, 2048)  # tokens of a row, for memory
+PASSES = {"8 rows in one pass, MB": 1 << 30, "micro-batches of 4,096 tokens, MB": 4096}
 PROMPT = 8
 
 
@@ -84,13 +85,13 @@ def swept(name: str, repeats: int) -> list[bench.Row]:
     return rows
 
 
-def memory_child(length: int) -> None:
-    """In this process: print the MB that a step on 8 rows of so many tokens takes above a small one."""
+def memory_child(length: int, tokens: int) -> None:
+    """In this process: print the MB that a step on 8 rows of this length takes above a small one, so many tokens a pass."""
     from logprob_memory import resident
     from nanorl.policy import Policy
     from synthetic import Shape, Trainer, answers, job
 
-    trainer = Trainer(Policy(Shape(17, 128, 384, 4, 4, 4).model()), job())
+    trainer = Trainer(Policy(Shape(17, 128, 384, 4, 4, 4).model()), job(tokens=tokens))
     trainer.step(answers(8, 16, PROMPT, 17))
     start = resident()["VmHWM"]
     trainer.step(answers(8, length, PROMPT, 17))
@@ -163,8 +164,10 @@ def draw(sweeps: dict[str, list[bench.Row]], memory: list[bench.Row], starts: li
                            label=f"{part}, exponent {rows[-1][label]:.1f}")  # fmt: skip
             log_axes(panel, SAYS[name], "seconds of a step", [row["size"] for row in rows])
         lengths, panel = [row["tokens of a row"] for row in memory], next(panels)
-        panel.plot(lengths, [median(row["peak, MB"]) for row in memory], "o-", color="C3",
-                   label=f"8 rows, exponent {memory[-1]['exponent']:.1f}")  # fmt: skip
+        for number, how in enumerate(PASSES):
+            peaks = [row[how] for row in memory]
+            panel.plot(lengths, peaks, "o-", color=f"C{3 + number}",
+                       label=f"{how[:-4]}, exponent {exponent(lengths, peaks):.1f}")  # fmt: skip
         log_axes(panel, "tokens of a row", "peak memory of a step, MB", lengths)
         panel = next(panels)
         panel.barh([row["part"] for row in starts], [median(row["s"]) for row in starts], color="C2")
@@ -196,11 +199,8 @@ def main() -> None:
 
     starts = startups(args.repeats)
     print(bench.table(starts), flush=True)
-    memory = []
-    for length in LONG:
-        memory.append({"tokens of a row": length, "peak, MB": [child(["memory", str(length)])]})
-        if len(memory) > 1:
-            memory[-1]["exponent"] = exponent(*zip(*((row["tokens of a row"], row["peak, MB"][0]) for row in memory)))
+    memory = [{"tokens of a row": length, **{how: child(["memory", str(length), str(tokens)])
+                                             for how, tokens in PASSES.items()}} for length in LONG]  # fmt: skip
     print(bench.table(memory), flush=True)
     sweeps = {name: swept(name, args.repeats) for name in SWEEPS}
     bench.report("growth, start-up", starts, args.record)
@@ -211,7 +211,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:3] == ["--child", "memory"]:
-        memory_child(int(sys.argv[3]))
+        memory_child(*map(int, sys.argv[3:]))
     elif sys.argv[1:3] == ["--child", "startup"]:
         startup_child(sys.argv[3])
     else:

@@ -1,11 +1,10 @@
 """Where does a step's time go, and what would the arithmetic alone take? python notes/benchmarks/step_parts.py FOLDER
 
 The default job, a few steps in each way: GRPO, PPO, asynchronous with the worker engine, and with --server URL a real
-vLLM server (`python -m nanorl.serve` starts one).
-Medians over the steps after the first, seconds a step: waiting for samples (in the synchronous ways that is sampling),
-log-probs, training, publishing, and the rest (collating, credit, numbers, files). The arithmetic: 2 operations a weight
-for each token that was sampled or read, 6 for each token of a row that was trained on, over the rate of a matrix product
-measured just before. Runs that are done are not done again.
+vLLM server (`python -m nanorl.serve` starts one). Medians over the steps after the first, seconds a step: waiting for
+samples (in the synchronous ways that is sampling), log-probs, training, publishing, and the rest (collating, credit,
+numbers, files). The arithmetic: 2 operations a weight for each token that was sampled or read, 6 for each token of a
+row that was trained on, over the rate of a matrix product measured just before. Runs that are done are not done again.
 """
 
 from __future__ import annotations
