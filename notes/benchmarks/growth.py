@@ -86,7 +86,7 @@ def swept(name: str, repeats: int) -> list[bench.Row]:
 
 
 def memory_child(length: int, tokens: int) -> None:
-    """In this process: print the MB that a step on 8 rows of this length takes above a small one, so many tokens a pass."""
+    """Print the MB that a step on 8 rows of this length, so many tokens a pass, takes above a small one."""
     from logprob_memory import resident
     from nanorl.policy import Policy
     from synthetic import Shape, Trainer, answers, job
