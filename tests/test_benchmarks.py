@@ -241,7 +241,8 @@ def test_every_panel_of_the_picture_has_its_units():
               for name, sizes in growth.SWEEPS.items()}  # fmt: skip
     memory = [{"tokens of a row": length, **dict.fromkeys(growth.PASSES, length)} for length in growth.LONG]
     panels = growth.draw(sweeps, memory, [{"part": part, "s": [1.0]} for part in growth.PARTS]).axes
-    assert [panel.get_xlabel() for panel in panels] == [*growth.SAYS.values(), "tokens of a row", "seconds"]
+    across = [*growth.SAYS.values(), "tokens of a row", "start of the default job, seconds"]
+    assert [panel.get_xlabel() for panel in panels] == across
     assert all("seconds" in panel.get_ylabel() for panel in panels[:4]) and "MB" in panels[4].get_ylabel()
     for panel, sizes in zip(panels, growth.SWEEPS.values()):
         assert [line.get_xdata().tolist() for line in panel.lines] == [list(sizes)] * 2

@@ -23,8 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import bench
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "notes" / "figures" / "growth.png"
@@ -47,7 +52,7 @@ SAYS = {"rows": "rows of a step", "sampled": "sampled tokens of a row", "width":
         "vocabulary": "tokens in the vocabulary"}  # fmt: skip
 SMALLER = {"sampled": Size(rows=64), "vocabulary": Size(rows=64), "width": Size(rows=64)}  # so that all fits in minutes
 LONG = (256, 512, 1024, 2048)  # tokens of a row, for memory
-PASSES = {"8 rows in one pass, MB": 1 << 30, "micro-batches of 4,096 tokens, MB": 4096}
+PASSES = {"8 rows in a pass, MB": 1 << 30, "4,096 tokens in a pass, MB": 4096}
 PROMPT = 8
 
 
@@ -146,42 +151,41 @@ def startups(repeats: int) -> list[bench.Row]:
     return [{"part": part, "s": [of[part] for of in times]} for part in PARTS]
 
 
-def draw(sweeps: dict[str, list[bench.Row]], memory: list[bench.Row], starts: list[bench.Row]):
+def draw(sweeps: dict[str, list[bench.Row]], memory: list[bench.Row], starts: list[bench.Row]) -> Figure:
     """Six panels: a sweep each, memory, start-up."""
     import matplotlib
     from matplotlib.figure import Figure
 
     from nanorl.timeline import STYLE
 
-    with matplotlib.rc_context({**STYLE, "font.size": 13}):
-        figure = Figure(figsize=(12, 7), layout="constrained")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12, 7.4), layout="constrained")
         panels = iter(figure.subplots(2, 3).flat)
         for name, rows in sweeps.items():
-            panel = next(panels)
-            for number, part in enumerate(("sampling", "training")):
-                costs, label = [median(row[f"{part}, s"]) for row in rows], f"exponent of {part}"
-                panel.plot([row["size"] for row in rows], costs, "o-", color=f"C{number}",
-                           label=f"{part}, exponent {rows[-1][label]:.1f}")  # fmt: skip
-            log_axes(panel, SAYS[name], "seconds of a step", [row["size"] for row in rows])
-        lengths, panel = [row["tokens of a row"] for row in memory], next(panels)
-        for number, how in enumerate(PASSES):
-            peaks = [row[how] for row in memory]
-            panel.plot(lengths, peaks, "o-", color=f"C{3 + number}",
-                       label=f"{how[:-4]}, exponent {exponent(lengths, peaks):.1f}")  # fmt: skip
-        log_axes(panel, "tokens of a row", "peak memory of a step, MB", lengths)
+            lines = {part: [median(row[f"{part}, s"]) for row in rows] for part in ("sampling", "training")}
+            curves(next(panels), [row["size"] for row in rows], lines, SAYS[name], "a step, seconds")
+        peaks = {how.removesuffix(", MB"): [row[how] for row in memory] for how in PASSES}
+        lengths = [row["tokens of a row"] for row in memory]
+        curves(next(panels), lengths, peaks, "tokens of a row", "peak memory of a step, MB", 3)
         panel = next(panels)
-        panel.barh([row["part"] for row in starts], [median(row["s"]) for row in starts], color="C2")
+        panel.barh(range(len(starts)), [median(row["s"]) for row in starts], color="C2", alpha=0.6)
+        for row, at in zip(starts, range(len(starts))):
+            panel.text(0.02, at, row["part"], va="center", fontsize=11, transform=panel.get_yaxis_transform())
+        panel.set(xlabel="start of the default job, seconds", yticks=[])
         panel.invert_yaxis()
-        panel.set(xlabel="seconds", title="start of the default job")
     return figure
 
 
-def log_axes(panel, across: str, up: str, sizes: Sequence[int]) -> None:
-    """Both axes logarithmic, ticks at the sizes themselves, a legend."""
+def curves(panel: Axes, sizes: Sequence[int], lines: dict[str, list[float]], across: str, up: str, colour: int = 0) -> None:
+    """Costs over sizes, both axes logarithmic, ticks at the sizes themselves, slopes in a legend above the lines."""
+    for number, (name, costs) in enumerate(lines.items()):
+        label = f"{name}: slope {exponent(sizes, costs) + 0.0:.1f}".replace("-0.0", "0.0")
+        panel.plot(sizes, costs, "o-", color=f"C{colour + number}", label=label)
     panel.set(xscale="log", yscale="log", xlabel=across, ylabel=up)
-    panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
     panel.minorticks_off()
+    panel.set_xticks(sizes, [f"{size // 1000}k" if size % 1000 == 0 else f"{size}" for size in sizes])
     low, high = panel.get_ylim()
+    panel.set_ylim(low, high * (high / low) ** 0.35)
     ticks = [m * 10.0**e for e in range(-4, 6) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
     panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     panel.legend(frameon=False, loc="upper left", fontsize=11)

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--chunks", type=int, nargs="*", default=[1 << 20, 1 << 24, 1 << 26])
+    parser.add_argument("--chunks", type=int, nargs="*", default=[1 << 22, 1 << 26])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     rows = []
