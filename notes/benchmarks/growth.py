@@ -176,7 +176,8 @@ def draw(sweeps: dict[str, list[bench.Row]], memory: list[bench.Row], starts: li
     return figure
 
 
-def curves(panel: Axes, sizes: Sequence[int], lines: dict[str, list[float]], across: str, up: str, colour: int = 0) -> None:
+def curves(panel: Axes, sizes: Sequence[int], lines: dict[str, list[float]], across: str, up: str,
+           colour: int = 0) -> None:  # fmt: skip
     """Costs over sizes, both axes logarithmic, ticks at the sizes themselves, slopes in a legend above the lines."""
     for number, (name, costs) in enumerate(lines.items()):
         label = f"{name}: slope {exponent(sizes, costs) + 0.0:.1f}".replace("-0.0", "0.0")
@@ -197,6 +198,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--picture", default=str(PICTURE))
     args = parser.parse_args()
+    if sys.platform != "linux":
+        parser.error("it reads peak memory from /proc, so it needs Linux")
     sys.path.insert(0, str(ROOT))
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as launch.py does
     from nanorl.timeline import save

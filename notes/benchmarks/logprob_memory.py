@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="*", default=[1 << 22, 1 << 26])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    if sys.platform != "linux":
+        parser.error("it reads peak memory from /proc, so it needs Linux")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for way, chunk in (("naive", module.CHUNK), ("ours", module.CHUNK), *(("ours", chunk) for chunk in args.chunks)):
