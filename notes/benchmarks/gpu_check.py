@@ -13,16 +13,20 @@ minutes on a GPU; --toy takes seconds on a CPU and shows that the script works.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import resource
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import bench
 import torch
 
-from synthetic import Policy, Shape, Trainer, answers, credited, gradient, job, sample, seconds
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from nanorl.policy import Policy
+from synthetic import Shape, Trainer, answers, credited, gradient, job, sample, seconds
 
 SHAPES = {"0.5B": Shape(151_936, 896, 4864, 24, 14, 2), "1.5B": Shape(151_936, 1536, 8960, 28, 12, 2)}
 TOY = {"toy": Shape(512, 64, 128, 2, 4, 2)}
@@ -56,12 +60,12 @@ def memory(device: str) -> float:
 
 
 def scored(policy: Policy, groups: list) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the sampled tokens, and the gradient as one vector, both float64 on the CPU."""
+    """Log-probs of the sampled tokens, and the gradient as one vector, on the CPU."""
     update = credited(groups, str(policy.model.device))
     logp = gradient(policy, update, update.ids.numel())[update.mask]
     slope = torch.cat([weight.grad.flatten() for weight in policy.parameters()])
     policy.zero_grad(set_to_none=True)
-    return logp.cpu().double(), slope.cpu().double()
+    return logp.cpu(), slope.cpu()
 
 
 def agreement(name: str, shape: Shape, device: str, length: int) -> list[bench.Row]:
@@ -97,31 +101,38 @@ def trained(shape: Shape, trainer: Trainer, rows: int, length: int, repeats: int
             trainer.policy.zero_grad(set_to_none=True)
 
 
-def speed(name: str, shape: Shape, args, device: str, peak: float | None) -> list[bench.Row]:
-    """A row for training and one for sampling."""
-    policy = Policy(shape.model(device), dtype=torch.bfloat16)
-    weights = sum(weight.numel() for weight in policy.parameters())
+def training(shape: Shape, policy: Policy, args: argparse.Namespace, device: str, peak: float | None) -> bench.Row:
+    """Speed, share of the peak and memory of whole steps; or that a row does not fit."""
     memory(device)
-    base = {"shape": name, "weights, M": weights / 1e6}
+    weights, tokens = sum(weight.numel() for weight in policy.parameters()), args.rows * args.length
     try:
         trainer = Trainer(policy, job(tokens=args.tokens_per_micro_batch))
         took, micro = trained(shape, trainer, args.rows, args.length, args.repeats)
-        tokens = args.rows * args.length
-        rates = [shape.flops(weights, tokens, args.length) / s for s in took]
-        rows = [{**base, "what": f"training, {args.rows} rows of {args.length:,}, micro-batches of {micro:,}",
-                 "tokens/s": [tokens / s for s in took], "TFLOP/s": [rate / 1e12 for rate in rates],
-                 "MFU, %": None if peak is None else [100 * rate / peak for rate in rates],
-                 "peak memory, GB": memory(device)}]  # fmt: skip
-        del trainer
     except torch.OutOfMemoryError:
-        rows = [{**base, "what": f"training, rows of {args.length:,}: does not fit"}]
-    policy.zero_grad(set_to_none=True)
+        return {"what": f"training, rows of {args.length:,}: does not fit"}
+    rates = [shape.flops(weights, tokens, args.length) / s for s in took]
+    return {"what": f"training, {args.rows} rows of {args.length:,}, micro-batches of {micro:,}",
+            "tokens/s": [tokens / s for s in took], "TFLOP/s": [rate / 1e12 for rate in rates],
+            "MFU, %": None if peak is None else [100 * rate / peak for rate in rates],
+            "peak memory, GB": memory(device)}  # fmt: skip
+
+
+def sampling(shape: Shape, policy: Policy, args: argparse.Namespace, device: str) -> bench.Row:
+    """Speed and memory of the local engine."""
     memory(device)
     groups = answers(args.samples, PROMPT, PROMPT, shape.vocabulary)
-    took = seconds(lambda: sample(policy, groups, args.new), 1, device)
-    rows.append({**base, "what": f"sampling, {args.samples} rows, {args.new} tokens after {PROMPT}",
-                 "tokens/s": [args.samples * args.new / s for s in took], "peak memory, GB": memory(device)})  # fmt: skip
-    return rows
+    took = seconds(lambda: sample(policy, groups, args.new), args.repeats, device)
+    return {"what": f"sampling, {args.samples} rows, {args.new} tokens after {PROMPT}",
+            "tokens/s": [args.samples * args.new / s for s in took], "peak memory, GB": memory(device)}  # fmt: skip
+
+
+def speed(name: str, shape: Shape, args: argparse.Namespace, device: str, peak: float | None) -> list[bench.Row]:
+    """A row for training and one for sampling."""
+    policy = Policy(shape.model(device), dtype=torch.bfloat16)
+    base = {"shape": name, "weights, M": sum(weight.numel() for weight in policy.parameters()) / 1e6}
+    trains = training(shape, policy, args, device, peak)
+    policy.zero_grad(set_to_none=True)
+    return [{**base, **trains}, {**base, **sampling(shape, policy, args, device)}]
 
 
 def main() -> None:
