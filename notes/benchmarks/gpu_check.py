@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import resource
 import sys
 import time
@@ -30,9 +31,9 @@ from synthetic import Shape, Trainer, answers, credited, gradient, job, sample, 
 
 SHAPES = {"0.5B": Shape(151_936, 896, 4864, 24, 14, 2), "1.5B": Shape(151_936, 1536, 8960, 28, 12, 2)}
 TOY = {"toy": Shape(512, 64, 128, 2, 4, 2)}
-PEAKS = {  # dense bfloat16 operations a second by a part of the GPU's name, from the makers' data sheets; first match
+PEAKS = {  # dense bfloat16 operations a second by words of the GPU's name, from the makers' data sheets; first match
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
-    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A40": 150e12, "A10G": 70e12, "A10": 125e12,
+    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10G": 70e12, "A10": 125e12,
     "A6000": 155e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 PROMPT = 64  # tokens of a row that are not sampled
@@ -41,12 +42,12 @@ PROMPT = 64  # tokens of a row that are not sampled
 def peak_of(name: str, given: float | None) -> float | None:
     """Peak operations a second of the GPU of this name, unless they are given in TFLOP/s; None where nobody knows.
 
-    >>> peak_of("NVIDIA H100 PCIe", None) / 1e12, peak_of("NVIDIA A100-SXM4-80GB", 300), peak_of("some CPU", None)
+    >>> peak_of("NVIDIA H100 PCIe", None) / 1e12, peak_of("NVIDIA A100-SXM4-80GB", 300), peak_of("NVIDIA RTX A4000", None)
     (756.0, 300000000000000.0, None)
     """
     if given is not None:
         return given * 1e12
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    return next((peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def memory(device: str) -> float:
