@@ -33,8 +33,8 @@ SHAPES = {"0.5B": Shape(151_936, 896, 4864, 24, 14, 2), "1.5B": Shape(151_936, 1
 TOY = {"toy": Shape(512, 64, 128, 2, 4, 2)}
 PEAKS = {  # dense bfloat16 operations a second by words of the GPU's name, from the makers' data sheets; first match
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
-    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10G": 70e12, "A10": 125e12,
-    "A6000": 155e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10G": 70e12,
+    "A10": 125e12, "A6000": 155e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 PROMPT = 64  # tokens of a row that are not sampled
 
