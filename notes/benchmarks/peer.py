@@ -91,7 +91,7 @@ class Job:
         done, log = args.out / f"{self.name}.done", args.out / f"{self.name}.log"
         if not done.is_file():
             shutil.rmtree(args.out / self.name, ignore_errors=True)  # of a run that was stopped
-            env = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+            env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "GOMP_SPINCOUNT": "1000"}  # as launch.py sets it
             with log.open("w") as file, subprocess.Popen(self.words(args, model, prompts), stdout=file, stderr=file,
                                                          env=env) as process:  # fmt: skip
                 while process.poll() is None:
