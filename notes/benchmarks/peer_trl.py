@@ -61,7 +61,8 @@ class Curve(TrainerCallback):
             row = {"step": state.global_step, "seconds": time.perf_counter() - self.began, "reward": self.last[-1]}
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-            control.should_training_stop = len(self.last) == args.window and sum(self.last) / args.window >= args.until
+            if len(self.last) == args.window and sum(self.last) / args.window >= args.until:
+                control.should_training_stop = True  # and otherwise as it is: the last step has set it too
 
 
 if __name__ == "__main__":
