@@ -121,15 +121,17 @@ class Asked:
         if not ids or len(ids) + self.sampling.max_new_tokens > self.engine.room:
             raise Refused(f"PROMPT {text[:40]!r}: {len(ids)} tokens, and {self.sampling.max_new_tokens} new ones; a "
                           f"prompt has at least one, and the model takes {self.engine.room}; change --max-new-tokens")
-        return sample.Prompt(number, ids, rendered, problem.answer if problem else "", problem.row if problem else {})
+        return sample.Prompt(number, ids, rendered, problem.answer if problem else "", problem.row if problem else {},
+                             rewards=problem.rewards if problem else ())  # fmt: skip
 
     def answers(self, number: int, text: str) -> Group:
         """The samples of this prompt; their reward is NaN where the answer is not known."""
-        from nanorl import reward, rollout
+        from nanorl import rollout
 
         async def score(prompt: Prompt, completion: str, ids: Sequence[int]) -> float:
             """The run's verdict, if there can be one."""
-            return await reward.score(self.task.reward, prompt, completion, ids) if prompt.answer else math.nan
+            told = (await self.scorer.score(prompt, completion, ids)).value if prompt.answer else None
+            return math.nan if told is None else told
 
         return asyncio.run(rollout.group(self.engine, self.tokenizer, self.prompt(number, text), score, self.sampling,
                                          self.samples))  # fmt: skip

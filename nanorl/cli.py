@@ -8,7 +8,7 @@ import json
 import shlex
 import sys
 import textwrap
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +16,20 @@ import tyro
 
 from nanorl.algorithms import ALGORITHMS, chosen
 from nanorl.axes import FOREIGN, Axes, differences, flat, rebuilt
-from nanorl.config import Config, Refused, Remote, Scoring, Whole, check, dashed, resolved
+from nanorl.config import Config, Refused, Remote, Scoring, check, dashed, resolved
 from nanorl.pace import Pace
+
+
+@dataclass(frozen=True)
+class Whole(Config):
+    """The job and the axes of the algorithm; the flags of both."""
+
+    pace: Annotated[Pace, tyro.conf.arg(name="")] = field(default_factory=Pace)
+    """how far sampling may run ahead of training"""
+    remote: Annotated[Remote, tyro.conf.arg(name="")] = field(default_factory=Remote)
+    """vLLM servers that sample"""
+    axes: Annotated[Axes, tyro.conf.arg(name="")] = field(default_factory=Axes)
+    """what sets the algorithm apart"""
 
 
 def parse(argv: list[str], default_name: str = "grpo") -> tuple[str, Config, Axes]:

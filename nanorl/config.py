@@ -15,10 +15,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 from urllib.parse import urlsplit
-
-import tyro
 
 from nanorl.algorithms import ALGORITHMS, chosen
 from nanorl import pace
@@ -162,9 +160,9 @@ class Config:
     dry_run: bool = False
     """Check everything, show the settings, one prompt as the model gets it and the memory it takes, and stop."""
 
-    pace: Annotated[Pace, tyro.conf.arg(name="")] = field(default_factory=Pace)
+    pace: Pace = field(default_factory=Pace)
     """how far sampling may run ahead of training"""
-    remote: Annotated[Remote, tyro.conf.arg(name="")] = field(default_factory=Remote)
+    remote: Remote = field(default_factory=Remote)
     """vLLM servers that sample"""
     scoring: Annotated[Scoring, tyro.conf.arg(name="")] = field(default_factory=Scoring)
     """how rewards are called"""
@@ -173,14 +171,6 @@ class Config:
     def samples_per_step(self) -> int:
         """Rows of a step, prompts_per_step × samples_per_prompt."""
         return self.prompts_per_step * self.samples_per_prompt
-
-
-@dataclass(frozen=True)
-class Whole(Config):
-    """The job and the axes of the algorithm; the flags of both."""
-
-    axes: Annotated[Axes, tyro.conf.arg(name="")] = field(default_factory=Axes)
-    """what sets the algorithm apart"""
 
 
 def resolved(cfg: Config) -> Config:

@@ -18,6 +18,7 @@ def dry_run(run: Run) -> None:
     weights = sum(p.numel() for p in run.policy.model.parameters())
     heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    vocabulary = run.policy.model.get_output_embeddings().weight.shape[0]
     cached = min(cfg.samples_per_step, run.engine.max_rows) * (len(prompt.ids) + cfg.max_new_tokens)  # tokens
     delayed = 1 if cfg.pace.delay == "inf" else cfg.pace.delay and cfg.pace.delay + 1  # copies of the weights
     parts = {
@@ -29,7 +30,7 @@ def dry_run(run: Run) -> None:
         "keys and values while sampling": cached * text.num_hidden_layers * heads * width * 8,
         "activations of a micro-batch": min(cfg.tokens_per_micro_batch, cached) * text.num_hidden_layers
                                         * text.hidden_size * 80,
-        "logits of a chunk": 4 * 4 * policy.CHUNK,
+        "logits of a chunk": 4 * 4 * min(policy.CHUNK, cfg.tokens_per_micro_batch * vocabulary),
     }
     for what, size in parts.items():
         if size:

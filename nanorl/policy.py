@@ -25,7 +25,7 @@ from nanorl.config import Refused
 from nanorl.sample import Batch
 
 logging.disable_progress_bar()  # one for every file saved would bury the run's own lines
-CHUNK = 1 << 22  # logits that exist at a time
+CHUNK = 1 << 24  # logits that exist at a time. 64 MB: blocks under 32 MB glibc keeps, and its heap grew to gigabytes
 
 
 class Out(NamedTuple):

@@ -11,13 +11,14 @@ are told. Then the default job until pass@1 passes 0.95, in turn on both cores a
 done again, so the command can be stopped and given again. Nothing else should run meanwhile.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from statistics import median
+
+import bench
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -28,7 +29,7 @@ STILL, WHOLE = ["--lr", "1e-9", "--eval-every", "0", "--save-every", "0"], ["--e
 WAYS = {"in turn, one core": (1, ["--engine", "local"]), "in turn, both cores": (2, ["--engine", "local"]),
         "at once": (2, ["--engine", "worker", "--max-lag", "4"])}  # fmt: skip
 
-parser = argparse.ArgumentParser()
+parser = bench.arguments(__doc__)
 parser.add_argument("folder", type=Path)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--repeats", type=int, default=3)
@@ -54,8 +55,8 @@ def phases(folder: Path) -> tuple[float, float]:
     return mean["generate"], mean["measure"] + mean["train"]
 
 
-def compare(job: str, flags: list[str]) -> None:
-    """The three ways of one job, as lines of a table: medians over the repeats, and in brackets all of them."""
+def compare(job: str, flags: list[str]) -> list[bench.Row]:
+    """The three ways of one job, each with its speeds over the repeats, and the gain of asynchrony pair by pair."""
     found = {way: [] for way in WAYS}
     for number in range(1, args.repeats + 1):
         for way, (threads, engine) in WAYS.items():
@@ -63,18 +64,15 @@ def compare(job: str, flags: list[str]) -> None:
             found[way].append(train(f"{job} {way} {number}", threads, words))
     g, t = (median(times) for times in zip(*map(phases, found["in turn, one core"])))
     speeds = {way: [measure(folder).steps_per_second for folder in folders] for way, folders in found.items()}
-    speed = {way: median(each) for way, each in speeds.items()}
     gains = [b / a for a, b in zip(speeds["in turn, one core"], speeds["at once"])]
     ideal = (g + t) / max(g, t)
     print(f"{job}: sampling {g:.3f} s, training {t:.3f} s on one core each")
-    for way, steps in speed.items():
-        each = " ".join(f"{s:.3f}" for s in speeds[way])
-        print(f"  {way:20} {steps:.3f} steps/s   {steps / speed['in turn, one core']:.2f}   ({each})")
-    each = " ".join(f"{gain:.2f}" for gain in gains)
-    print(f"  at once over in turn on one core: {median(gains):.2f} ({each}), of at most {ideal:.2f}: "
-          f"{median(gains) / ideal:.0%}", flush=True)  # fmt: skip
+    rows = [{"job": job, "way": way, "steps/s": each} for way, each in speeds.items()]
+    rows[-1] |= {"over in turn on one core": gains, "at most": ideal}
+    print(bench.table(rows), flush=True)
     runs = [str(folder) for folders in found.values() for folder in folders]
     subprocess.run([sys.executable, "-m", "nanorl.simulate", "--run", *runs], check=True, cwd=ROOT)
+    return rows
 
 
 def seconds_to(goal: float, folder: Path) -> float:
@@ -91,9 +89,11 @@ if __name__ == "__main__":
     for part in (tiny.model(seed=0), tiny.tokenizer()):
         part.save_pretrained(fresh)
     later = train("start", 2, ["--steps", "20"]) / "checkpoints" / "step-20"
-    compare("equal phases", ["--model", str(later)])
-    compare("nearly equal lengths", WHOLE)
-    compare("very unequal lengths", [*WHOLE, "--model", str(fresh), "--max-new-tokens", "200"])
+    rows = [*compare("equal phases", ["--model", str(later)]), *compare("nearly equal lengths", WHOLE),
+            *compare("very unequal lengths", [*WHOLE, "--model", str(fresh), "--max-new-tokens", "200"])]  # fmt: skip
+    bench.report("async_speed", rows, args.record)
+    rows = []
     for way, flags in (("in turn, both cores", []), ("at once", ["--engine", "worker", "--max-lag", "2"])):
         folder = train(f"default {way}", 2, flags)
-        print(f"to 0.95, {way}: {seconds_to(0.95, folder):.0f} s")
+        rows.append({"default job": way, "s to 0.95 held-out pass@1": seconds_to(0.95, folder)})
+    bench.report("async_speed, to 0.95", rows, args.record)

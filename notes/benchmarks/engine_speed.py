@@ -6,16 +6,13 @@ longest row is done, as it always does, and the padding that it makes meanwhile 
 """
 
 import asyncio
-import platform
 import statistics
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
+import bench
 import numpy as np
-import torch
-import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from nanorl import tiny
@@ -52,10 +49,7 @@ def seconds(work) -> float:
 
 
 if __name__ == "__main__":
-    print(
-        f"{date.today()}, {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}; {lengths.sum()} tokens, medians of {RUNS}"
-    )
+    args = bench.arguments(__doc__).parse_args()
     times = {"local engine": [], "model.generate": []}
     for run in range(RUNS + 1):  # in turn, the first to warm up
         for name, work in (("local engine", lambda: asyncio.run(engine())), ("model.generate", generate)):
@@ -63,6 +57,6 @@ if __name__ == "__main__":
             if run:
                 times[name].append(took)
     rate = {name: lengths.sum() / statistics.median(t) for name, t in times.items()}
-    for name, t in times.items():
-        print(f"{name:15} {rate[name]:8,.0f} tokens/s   {statistics.median(t):.2f} s ({min(t):.2f} to {max(t):.2f})")
-    print(f"ratio {rate['local engine'] / rate['model.generate']:.1f}")
+    rows = [{"": name, "tokens/s": rate[name], f"s for {lengths.sum()} tokens": t} for name, t in times.items()]
+    rows.append({"": "ratio", "tokens/s": rate["local engine"] / rate["model.generate"]})
+    bench.report("engine_speed", rows, args.record)

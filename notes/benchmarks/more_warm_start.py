@@ -6,7 +6,6 @@ Trains the tiny model by supervised learning alone for as many seconds as a whol
 the steps that fit are measured first, so that the schedule ends where the time does) and evaluates it the same way.
 """
 
-import argparse
 import asyncio
 import sys
 import time
@@ -14,9 +13,10 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import bench
 from nanorl import config, engine, evaluate, local, policy, reward, rollout, tasks, tiny
 
-parser = argparse.ArgumentParser()
+parser = bench.arguments(__doc__)
 parser.add_argument("--seconds", type=float, default=100, help="the whole time of the run to compare with")
 parser.add_argument("--steps", type=int, help="this many steps, where the machine is too busy to measure what fits")
 parser.add_argument("--digits", type=int, default=3)
@@ -44,5 +44,6 @@ if __name__ == "__main__":
     )
     shown = [s for g in groups for s in g.samples if "(" in s.text]
     right = sum(s.reward for s in shown) / max(1, len(shown))
-    print(f"{steps} steps of warm start in {took:.0f} s: pass@1 {results['eval/pass@1']:.3f}")
-    print(f"greedy {results['eval/greedy']:.3f}; with working {len(shown) / len(prompts):.2f}, right then {right:.3f}")
+    row = {"steps of warm start": steps, "s": took, "pass@1": results["eval/pass@1"], "greedy": results["eval/greedy"],
+           "share with working": len(shown) / len(prompts), "right then": right}  # fmt: skip
+    bench.report("more_warm_start", [row], args.record)

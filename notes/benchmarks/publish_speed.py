@@ -14,7 +14,6 @@ import os
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as launch.py and serve.py do
 
-import argparse
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import bench
 import torch
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
@@ -37,8 +37,8 @@ from nanorl.sync import Link
 WAYS = ("plain, warm memory", "plain, new memory", "digested, new memory")
 
 
-def receive(port: int, described: list, digests: dict[str, str], repeats: int) -> None:
-    """The server's side of the first part: prints a line for each way."""
+def receive(port: int, described: list, digests: dict[str, str], repeats: int, record: bool) -> None:
+    """The server's side of the first part: reports each way."""
     torch.set_num_threads(1)
     group = transfer.Group("gloo", TCPStore("127.0.0.1", port, 2, timeout=timedelta(seconds=60)), 1, 2, "127.0.0.1", 60)
     warm, seconds = transfer.lay_out(described, "cpu"), {way: [] for way in WAYS}
@@ -52,14 +52,14 @@ def receive(port: int, described: list, digests: dict[str, str], repeats: int) -
                 assert not ("digested" in way and transfer.differing(tensors, digests))
             seconds[way].append(time.perf_counter() - start)
     plain = median(seconds[WAYS[0]])
-    for way, took in seconds.items():
-        print(f"{way:22} {median(took):.3f} s ({min(took):.3f} to {max(took):.3f})  {size / median(took) / 1e9:.2f} GB/s  "
-              f"{median(took) / plain:.1f} times", flush=True)  # fmt: skip
+    bench.report("publish_speed, bytes", [{"way": way, "s": took, "GB/s": size / median(took) / 1e9, "MB": size / 1e6,
+                                           "times the first": median(took) / plain} for way, took in seconds.items()],
+                 record)  # fmt: skip
 
 
 def main() -> None:
     """Both parts."""
-    parser = argparse.ArgumentParser()
+    parser = bench.arguments(__doc__)
     parser.add_argument("model")
     parser.add_argument("--server")
     parser.add_argument("--repeats", type=int, default=8)
@@ -71,7 +71,7 @@ def main() -> None:
     print(f"{len(weights.tensors)} tensors, {size / 1e6:,.0f} MB; copied in {weights.copy:.3f} s, digested in "
           f"{weights.digest:.3f} s", flush=True)  # fmt: skip
     store = transfer.meeting_point("127.0.0.1", 2, 60)
-    what = (store.port, transfer.describe(weights.tensors), weights.digests, args.repeats)
+    what = (store.port, transfer.describe(weights.tensors), weights.digests, args.repeats, args.record)
     process = Process(target=receive, args=what)
     process.start()
     group = transfer.Group("gloo", store, 0, 2, "127.0.0.1", 60)
@@ -80,15 +80,18 @@ def main() -> None:
         for _ in group.broadcast(weights.buckets):
             pass
     process.join()
+    rows = []
     for transport in ("broadcast", "disk") if args.server else ():
         with tempfile.TemporaryDirectory() as folder:
             link = Link(args.server, transport, Path(folder))
             link.check(policy.model.config)
             took = [link.publish(snapshot(policy, version)) for version in range(1, args.repeats + 1)][1:]
             link.close()
-        parts = "  ".join(f"{part} {median(getattr(t, part) for t in took):.3f} s" for part in PUBLISH if part != "bytes")
-        print(f"{transport:10} {parts}  {size / median(t.transfer for t in took) / 1e9:.2f} GB/s  mismatch "
-              f"{max(t.mismatch for t in took):.1e}", flush=True)  # fmt: skip
+        parts = {f"{part}, s": [getattr(t, part) for t in took] for part in PUBLISH if part != "bytes"}
+        rows.append({"transport": transport, **parts, "GB/s": size / median(t.transfer for t in took) / 1e9,
+                     "largest mismatch, nats": max(t.mismatch for t in took)})  # fmt: skip
+    if rows:
+        bench.report("publish_speed, whole publishes", rows, args.record)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ of the engine's process. Then the run is stopped as by Ctrl-C, and the books are
 has been trained, filtered or failed once, or is owed.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import bench
 import train_grpo
 from nanorl import reward
 from nanorl.launch import launch
@@ -44,13 +44,15 @@ def children() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
-def watch(minutes: float) -> None:
-    """A line a minute, then Ctrl-C."""
+def watch(minutes: float, rows: list[bench.Row]) -> None:
+    """A row a minute, then Ctrl-C."""
     for minute in range(1, round(minutes) + 1):
         time.sleep(60)
-        seen = "   ".join(f"{who} {mb:.0f} MB {threads} threads {files} files" for who, (mb, threads, files) in
-                          zip(("trainer", "engine"), map(look, [os.getpid(), *children()])))
-        print(f"minute {minute}/{round(minutes)}   {seen}", flush=True)
+        row = {"minute": minute}
+        for who, (mb, threads, files) in zip(("trainer", "engine"), map(look, [os.getpid(), *children()])):
+            row |= {f"{who}, MB": mb, f"{who}, threads": threads, f"{who}, files": files}
+        rows.append(row)
+        print(f"minute {minute}/{round(minutes)}   {row}", flush=True)
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -66,13 +68,15 @@ def books(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = bench.arguments(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=30)
     args = parser.parse_args()
-    threading.Thread(target=watch, args=(args.minutes,), daemon=True).start()
+    rows: list[bench.Row] = []
+    threading.Thread(target=watch, args=(args.minutes, rows), daemon=True).start()
     flags = ["--reward", f"{__file__}:moody", "--engine", "worker", "--max-lag", "4", "--overtake", "1", "--dynamic-sampling", "refill",
              "--max-failed", "0.5", "--lr", "1e-6", "--steps", "1000000", "--eval-every", "200",
              "--reward-workers", "0"]  # fmt: skip
     status = launch("train_grpo.py", "grpo", train_grpo.train, [*flags, "--out", str(args.folder)])
     print(f"status {status}; {books(args.folder)}")
+    bench.report("soak", rows[:1] + rows[-1:], args.record)

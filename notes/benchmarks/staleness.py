@@ -8,7 +8,6 @@ with the worker engine, where η is a bound. A run is a folder in FOLDER; runs t
 command can be stopped and given again. At the end, or with --jobs 0 at once, the table, and FOLDER/staleness.png.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -19,6 +18,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import bench
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from nanorl import tiny
@@ -28,7 +29,7 @@ from nanorl.timeline import STYLE
 OBJECTIVES = {"naive": ["grpo", "--prox", "behave"], "decoupled": ["decoupled_ppo"]}
 LAGS = ("0", "1", "2", "4", "8", "16", "inf")
 
-parser = argparse.ArgumentParser()
+parser = bench.arguments(__doc__)
 parser.add_argument("folder", type=Path)
 parser.add_argument("--jobs", type=int, default=2)
 parser.add_argument("--steps", type=int, default=60)
@@ -71,17 +72,18 @@ def result(run: tuple[str, ...]) -> float:
     return json.loads(summary.read_text())["after"]["eval/pass@1"] if summary.is_file() else float("nan")
 
 
-def table() -> str:
+def table() -> list[bench.Row]:
     """A row a lag: mean ± standard deviation over seeds."""
-    lines = ["| η | naive | decoupled | worker, naive | worker, decoupled |", "|---|---|---|---|---|"]
+    rows = []
     for lag in LAGS:
-        cells = []
+        row = {"η": lag.replace("inf", "∞")}
         for engine, name in itertools.product(("delay", "worker"), OBJECTIVES):
             values = [result((engine, name, lag, seed)) for seed in args.seeds if (engine, name, lag, seed) in runs()]
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            cells.append(f"{statistics.mean(values):.3f} ± {spread:.3f}" if values else "–")
-        lines.append(f"| {lag.replace('inf', '∞')} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            title = name if engine == "delay" else f"worker, {name}"
+            row[title] = f"{statistics.mean(values):.3f} ± {spread:.3f}" if values else "–"
+        rows.append(row)
+    return rows
 
 
 def picture(path: Path) -> None:
@@ -114,6 +116,6 @@ if __name__ == "__main__":
             for done, job in enumerate(jobs, 1):
                 job.result()
                 text_progress("runs", done, len(jobs), started)
-    print(table())
+    bench.report("staleness", table(), args.record)
     picture(args.folder / "staleness.png")
     print(args.folder / "staleness.png")

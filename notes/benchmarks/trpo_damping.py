@@ -6,11 +6,11 @@ RUN is the folder of a default run (`python train_grpo.py --steps 1`): its first
 the weights that drew them, the warm start. Ten products of conjugate gradient; nothing is trained.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
+import bench
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -23,7 +23,7 @@ from nanorl.sample import Group, Prompt, Sample, collate
 
 TOKENS = 4096
 
-parser = argparse.ArgumentParser()
+parser = bench.arguments(__doc__)
 parser.add_argument("run", type=Path)
 parser.add_argument("--delta", type=float, default=0.01)
 parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.1])
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     g = -trpo.flat(p.grad for p in weights)
     print(f"{len(update)} answers, {int(update.mask.sum())} sampled tokens, {len(g):,} weights, δ = {args.delta}")
     everything = trpo.over_tokens(update)
-    print("share  damping  KL of the full step/δ  gain within δ")
+    rows = []
     for share in args.shares:
         rows = torch.linspace(0, len(update) - 1, round(share * len(update))).long()
         some = trpo.over_tokens(update.select(rows))
@@ -72,4 +72,7 @@ if __name__ == "__main__":
                 found = trpo.line_search(lambda s: trpo.spent_kl(go, s, policy, everything, TOKENS),
                                          lambda s: trpo.gained(go, s, policy, update, algo, TOKENS), args.delta)  # fmt: skip
                 go(0)
-            print(f"{share:5g}  {damping:7g}  {full / args.delta:21.2f}  {found[2]:13.4f}", flush=True)
+            rows.append({"share": share, "damping": damping, "KL of the full step/δ": full / args.delta,
+                         "gain within δ": found[2]})  # fmt: skip
+            print(bench.table(rows[-1:]), flush=True)
+    bench.report("trpo_damping", rows, args.record)
