@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanorl.cli import read_saved
-from nanorl.config import Config, Refused, resolved, unread
+from nanorl.config import FROM_FILE, Config, Lost, Refused, resolved, shares, unread
 from nanorl.look import Parser
 from nanorl.token_table import pieces
 
@@ -79,7 +79,7 @@ def known(text: str, job: Config, task: Task | None) -> Problem | None:
     from nanorl.tasks import Problem
 
     if sum_of := re.fullmatch(r"([0-9]{1,12})\+([0-9]{1,12})=", text):
-        if job.task == "arithmetic":
+        if "arithmetic" in shares(job.task):
             return Problem(text, str(int(sum_of[1]) + int(sum_of[2])), {"after": ")"})
     return next((problem for problem in (task.problems if task else ()) if problem.prompt == text), None)
 
@@ -90,7 +90,7 @@ class Asked:
     def __init__(self, asked: argparse.Namespace):
         import torch
 
-        from nanorl import policy, rollout, tasks
+        from nanorl import policy, rollout, scoring, tasks
         from nanorl.engine import Sampling
         from nanorl.local import LocalEngine
 
@@ -106,8 +106,10 @@ class Asked:
         self.sampling = Sampling(limit, 0.0 if asked.greedy else temperature, self.end, self.job.stop,
                                  (asked.seed, rollout.EVALUATE))  # fmt: skip
         self.samples, self.task = 1 if asked.greedy else asked.samples, None
-        if self.job.task == "arithmetic" or Path(self.job.data or "").is_file():
+        self.scorer = None
+        if not {*FROM_FILE} & {*shares(self.job.task)} or Path(self.job.data or "").is_file():
             self.task = tasks.load(self.job)
+            self.scorer = scoring.scorer(self.task.rewards, self.job.scoring)
         else:
             print(f"--data {self.job.data}: not there, so no verdicts, and no prompt suffix but that of the flags")
 
@@ -130,7 +132,7 @@ class Asked:
 
         async def score(prompt: Prompt, completion: str, ids: Sequence[int]) -> float:
             """The run's verdict, if there can be one."""
-            told = (await self.scorer.score(prompt, completion, ids)).value if prompt.answer else None
+            told = (await self.scorer.score(prompt, completion, ids)).value if prompt.answer and self.scorer else None
             return math.nan if told is None else told
 
         return asyncio.run(rollout.group(self.engine, self.tokenizer, self.prompt(number, text), score, self.sampling,
@@ -190,6 +192,7 @@ def asked_for(prompts: Sequence[str]) -> Iterator[str]:
 
 def main(words: list[str]) -> int:
     """Ask and print. Returns the exit status: 0 done, 2 refused, 130 stopped by Ctrl-C."""
+    model = None
     try:
         check(asked := parser().parse_args(words))
         model = Asked(asked)
@@ -199,7 +202,7 @@ def main(words: list[str]) -> int:
         for number, text in enumerate(asked_for(asked.prompts)):
             group = model.answers(number, text)
             print(f"\n{model.told(group, shutil.get_terminal_size((100, 24)).columns)}", flush=True)
-    except Refused as error:
+    except (Refused, Lost) as error:
         print(error, file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -207,4 +210,7 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    finally:
+        if model is not None and model.scorer is not None:
+            model.scorer.close()
     return 0

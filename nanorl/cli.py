@@ -16,7 +16,8 @@ import tyro
 
 from nanorl.algorithms import ALGORITHMS, chosen
 from nanorl.axes import FOREIGN, Axes, differences, flat, rebuilt
-from nanorl.config import Config, Refused, Remote, Scoring, check, dashed, resolved
+from nanorl.config import Config, Refused, Remote, check, dashed, resolved
+from nanorl.faults import Scoring
 from nanorl.pace import Pace
 
 
@@ -28,6 +29,8 @@ class Whole(Config):
     """how far sampling may run ahead of training"""
     remote: Annotated[Remote, tyro.conf.arg(name="")] = field(default_factory=Remote)
     """vLLM servers that sample"""
+    scoring: Annotated[Scoring, tyro.conf.arg(name="")] = field(default_factory=Scoring)
+    """how rewards are called"""
     axes: Annotated[Axes, tyro.conf.arg(name="")] = field(default_factory=Axes)
     """what sets the algorithm apart"""
 

@@ -1,7 +1,7 @@
 """What can be set? The flags of a run and what is refused, before torch is imported (importing it takes seconds).
 
 `Config` is the job: what is asked, how much, how it is optimised, where it goes. How far sampling runs ahead (`Pace` in
-`pace.py`), the vLLM servers (`Remote`), how rewards are called (`Scoring`) and the axes of an algorithm (`Axes` in
+`pace.py`), the vLLM servers (`Remote`), how rewards are called (`Scoring` in `faults.py`) and the axes of an algorithm (`Axes` in
 `axes.py`: clip, KL, normalisation) are a second group, shown by `python train_grpo.py NAME --help`. `cli.py` reads the
 command line.
 """
@@ -9,7 +9,6 @@ command line.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 import time
@@ -19,8 +18,9 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from nanorl.algorithms import ALGORITHMS, chosen
-from nanorl import pace
+from nanorl import faults, pace
 from nanorl.axes import Axes
+from nanorl.faults import Scoring
 from nanorl.pace import Pace
 from nanorl.reward import label, named, split
 
@@ -58,21 +58,6 @@ class Remote:
     """Publishes between two proofs that the server's weights are the trainer's. More than 1 only for large models."""
     patience: float = 120.0
     """Seconds without any server that answers, after which the run saves and ends."""
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """how rewards are called"""
-
-    reward_workers: int = 2
-    """Processes that score, one sample each at a time. More for rewards that wait. 0: in this process, without limits."""
-    reward_seconds: float = 5.0
-    """Seconds that the score of one sample may take; then its process is killed and another takes its place."""
-    reward_memory: int = 512
-    """MiB that the score of one sample may take beside what its process holds at its start. Not on macOS."""
-    on_reward_error: str = "drop"
-    """A sample without a score. drop: it leaves its group, and the run stops where half have none; stop: the run stops
-    at the first; a number: that is its reward."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +149,7 @@ class Config:
     """how far sampling may run ahead of training"""
     remote: Remote = field(default_factory=Remote)
     """vLLM servers that sample"""
-    scoring: Annotated[Scoring, tyro.conf.arg(name="")] = field(default_factory=Scoring)
+    scoring: Scoring = field(default_factory=Scoring)
     """how rewards are called"""
 
     @property
@@ -214,10 +199,9 @@ def check(name: str, cfg: Config, axes: Axes) -> None:
         raise Refused(f"--task {cfg.task} needs --model DIR: the tiny model only knows arithmetic")
     if cfg.resume and cfg.out and Path(cfg.out) != Path(cfg.resume):
         raise Refused(f"--out {cfg.out}: a resumed run stays in its folder, {cfg.resume}")
-    if (line := pace.wrong(cfg.pace, cfg.engine, cfg.prompts_per_step)) is not None:
+    if (line := pace.wrong(cfg.pace, cfg.engine, cfg.prompts_per_step) or faults.wrong(cfg.scoring)) is not None:
         raise Refused(line)
     refuse_servers(cfg)
-    refuse_scoring(cfg.scoring)
     chosen(name, axes, cfg.pace.stale, cfg.max_new_tokens).refuse(cfg, ALGORITHMS[name].axes, Refused)
 
 
@@ -271,27 +255,6 @@ def refuse_servers(cfg: Config) -> None:
                              ("patience", 0 < remote.patience < float("inf"), "above 0 and finite")):  # fmt: skip
         if not good:
             raise Refused(f"{dashed(flag)} {getattr(remote, flag)}: must be {must}")
-
-
-def refuse_scoring(scoring: Scoring) -> None:
-    """Raise Refused for settings of scoring that cannot work."""
-    how = scoring.on_reward_error
-    for flag, good, must in (
-        ("reward_workers", scoring.reward_workers >= 0, "0 or more"),
-        ("reward_seconds", 0.01 <= scoring.reward_seconds < 10**6, "at least 0.01 and below a million"),
-        ("reward_memory", scoring.reward_memory >= 1, "at least 1"),
-        ("on_reward_error", how in ("drop", "stop") or number(how) is not None, "drop, stop or a number"),
-    ):  # fmt: skip
-        if not good:
-            raise Refused(f"{dashed(flag)} {getattr(scoring, flag)}: must be {must}")
-
-
-def number(text: str) -> float | None:
-    """The finite number that a text is, else None."""
-    try:
-        return float(text) if math.isfinite(float(text)) else None
-    except ValueError:
-        return None
 
 
 def divisors_near(total: int, wanted: int) -> str:

@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nanorl import reward
-from nanorl.config import Lost, Refused, Scoring, number
+from nanorl.config import Lost, Refused
+from nanorl.faults import LIMITS, MISTAKES, WINDOW, Scoring, broken, number
 from nanorl.monitor import collecting, own
 from nanorl.reward import label, named, split
 from nanorl.scoring_process import WRITING, Job, Process, asked, how
@@ -34,9 +35,6 @@ from nanorl.verdict import last_line, reason, total
 if TYPE_CHECKING:
     from nanorl.sample import Prompt
 
-LIMITS = ("timeout", "memory", "died")  # why a sample has no score: a limit was passed,
-MISTAKES = ("exception", "none", "nan")  # or the reward raised, or told no finite number
-WINDOW = 64  # the verdicts that `broken` looks at
 QUICK, BATCH, BYTES = 0.005, 64, 2**20  # jobs that travel together: seconds they should take, how many, their size
 
 
@@ -246,18 +244,6 @@ class Scorer:
         for job in jobs:
             if job.starts():
                 job.told.set_exception(self.error)
-
-
-def broken(recent: Sequence[str | None]) -> bool:
-    """More than half of the last verdicts, or of WINDOW where there were fewer, have no score; MISTAKES count at once.
-
-    So a reward that raises at its very first verdict is broken; one that is slow there may be unlucky.
-
-    >>> broken(["nan"]), broken(["timeout"]), broken(["nan", None]), broken(["died"] * 33)
-    (True, False, False, True)
-    """
-    mistakes = sum(fault in MISTAKES for fault in recent)
-    return mistakes > len(recent) / 2 or len(recent) - list(recent).count(None) > WINDOW / 2
 
 
 def scorer(specs: tuple[str, ...], flags: Scoring) -> Scorer:
