@@ -30,7 +30,9 @@ SYMBOL_MARK = re.compile(r"(?<!#)####\s*(?=[-+]?(?:[.0-9({\[]|\\[A-Za-z{]))")
 MATRIX = re.compile(r"\\begin\{([pbvB]?matrix)\}(.*)\\end\{\1\}", re.DOTALL)
 RELATION = re.compile(r"(<|>|≤|≥|≠|=|∈)")
 FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
-WORD = re.compile(r"\\text\{([^{}]*)\}|([A-Za-z]{4,}|yes|no)|([0-9]{1,3} ?: ?[0-9]{1,3})|([0-9]+_(?:[0-9]|\{[0-9]+\}))")
+WORD = re.compile(r"\\text\{([^{}]*)\}|([A-Za-z]{4,}|yes|no)|([0-9]{1,3} ?: ?[0-9]{1,3})|([0-9]+_\{[0-9]+\})"
+                  r"|([-+]?[0-9.]*\\(?:overline|overrightarrow|vec|mathbb) ?\{[0-9A-Za-z]+\}|\\emptyset|\\varnothing)")
+PRODUCT = re.compile(r"[0-9][A-Za-z]{2,3}$")  # 2ab: no number with a unit, as `number` takes it; 2km is clean 2
 NO_WORDS = ("nan", "inf", "null", "")
 
 Shape = tuple[Any, ...]  # (kind, …): scalar text | word text | list parts | pair brackets parts | matrix rows | …
@@ -48,9 +50,10 @@ def math(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids
     (1.0, 0.0)
     """
     meant, told = value(answer, bare=True), value(completion)
-    if meant is not None and told is not None:
+    texts = gold_text(answer), ending(completion)
+    if meant is not None and told is not None and not any(PRODUCT.search(clean(text[-99:])) for text in texts):
         return float(meant == told)
-    meant, told = shaped(gold_text(answer)), shaped(ending(completion))
+    meant, told = map(shaped, texts)
     return float(meant is not None and told is not None and equal(meant, told))
 
 
@@ -108,6 +111,8 @@ def shaped(text: str) -> Shape | None:
 def shape(text: str) -> Shape | None:
     """The shape of a clean text; None if some part of it cannot be read."""
     text = text.strip()
+    if text.lower() in NO_WORDS:
+        return None
     if matrix := MATRIX.fullmatch(text):
         rows = [cut(row, r"&") for row in cut(matrix[2].strip().removesuffix("\\\\"), r"\\\\")]
         return parts("matrix", [parts("row", [shape(cell) for cell in row]) for row in rows])
@@ -122,7 +127,7 @@ def shape(text: str) -> Shape | None:
         inner = word[1].strip(" .()") if word[1] is not None else text
         if word[1] is not None and (len(inner) == 1 or re.search(r"[^A-Za-z ]", inner)):
             return shape(inner)
-        return None if inner.lower() in NO_WORDS else ("word", re.sub(r"[{}\s]", "", inner.lower()))
+        return ("word", re.sub(r"[{}\s]", "", inner if "\\" in inner else inner.lower())) if inner.strip() else None
     return brackets(text) or signs(text) or (("scalar", text) if allowed(text) else None)
 
 
@@ -269,8 +274,9 @@ def same_scalar(a: str, b: str) -> bool:
 @lru_cache(1024)
 def values(text: str) -> tuple[Any, ...] | None:
     """A scalar's values at four points of both signs; () if one is not finite, None if the text cannot be parsed."""
+    exact = re.sub(r"([0-9]*)\.([0-9]+)", lambda n: rf"(\frac{{{n[1]}{n[2]}}}{{1{'0' * len(n[2])}}})", text)
     try:
-        read = latex2sympy(text, normalization_config=None)
+        read = latex2sympy(exact, normalization_config=None)
         free = read.free_symbols
         found = []
         for k in range(POINTS if free else 1):
