@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 
 from nanorl import countdown, reward
 from nanorl.config import Config, Refused, shares
+from nanorl.mixture import mixed
 from nanorl.probe import asking, checked, ended, written
 from nanorl.sample import Prompt
 
@@ -65,30 +66,6 @@ def load(cfg: Config) -> Task:
     made = {name: checked(MAKERS[name](replace(cfg, task=name, eval_problems=max(1, round(cfg.eval_problems * share)))))
             for name, share in parts.items()}  # fmt: skip
     return mixed(made, parts, cfg.seed)
-
-
-def mixed(made: dict[str, Task], parts: dict[str, float], seed: int) -> Task:
-    """Several tasks in one run: which one prompt n is from is drawn by (seed, n) with the weights as probabilities."""
-
-    def tagged(problem: Problem, name: str) -> Problem:
-        """The problem with what its task would have said beside it."""
-        prompt = ended(problem.prompt, made[name].suffix)
-        return replace(problem, prompt=prompt, rewards=made[name].rewards, task=name)
-
-    def train(number: int) -> Problem:
-        """Problem `number`, by the task that is drawn for it."""
-        name = str(np.random.default_rng((seed, 3, number)).choice([*parts], p=[*parts.values()]))
-        return tagged(made[name].train(number), name)
-
-    return Task(
-        says="; ".join(f"{share:.0%} {made[name].says}" for name, share in parts.items()),
-        train=train,
-        held_out=[tagged(p, name) for name, task in made.items() for p in task.held_out],
-        rewards=(),
-        suffix="",
-        answered=lambda p: made[p.task].answered(p),
-        problems=tuple(tagged(p, name) for name, task in made.items() for p in task.problems),
-    )
 
 
 # ------------------------------------------------------------------------------------------------ arithmetic
