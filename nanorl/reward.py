@@ -44,15 +44,6 @@ def exact(prompt: str, completion: str, prompt_ids: Sequence[int], completion_id
     return float(told.strip() == answer.strip())
 
 
-def arithmetic(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
-               **row: Any) -> float:  # fmt: skip
-    """`exact`, and logs beside it whether the completion shows its working: the task arithmetic's own reward."""
-    from nanorl.monitor import log  # here: monitor imports the flags, and those import this file
-
-    log("worked", "(" in completion)
-    return exact(prompt, completion, prompt_ids, completion_ids, answer, **row)
-
-
 def number(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
            **row: Any) -> float:  # fmt: skip
     r"""1 if the number that the completion ends on equals the answer's, as exact fractions; else 0.
@@ -73,13 +64,12 @@ def number(prompt: str, completion: str, prompt_ids: Sequence[int], completion_i
 PENALTIES = ("length", "repetition")  # what they pay at best is 0, and an empty answer gets it
 REWARDS: dict[str, Callable[..., float] | str] = {
     "exact": exact, "number": number, "math": "nanorl.symbolic:math", "geometry": "nanorl.symbolic:geometry",
-    "countdown": "nanorl.countdown:countdown", "arithmetic": arithmetic,
-    **{name: f"nanorl.verifiers:{name}" for name in ("choice", "count", "format", "length", "repetition")},
+    "countdown": "nanorl.countdown:countdown",
+    **{name: f"nanorl.verifiers:{name}" for name in "choice count format length repetition arithmetic".split()},
 }  # fmt: skip
 READABLE: dict[str, Callable[[str], bool] | str] = {  # can it judge against this answer?
     "number": lambda answer: value(answer, bare=True) is not None,
-    "math": "nanorl.symbolic:readable", "geometry": "nanorl.symbolic:readable",
-    "countdown": "nanorl.countdown:readable",
+    "math": "nanorl.symbolic:readable", "geometry": "nanorl.symbolic:readable", "countdown": "nanorl.countdown:readable",
     "choice": "nanorl.verifiers:names_option", "count": "nanorl.verifiers:counts",
     "exact": lambda answer: bool(answer.strip()), "arithmetic": lambda answer: bool(answer.strip()),
 }  # fmt: skip
@@ -94,8 +84,7 @@ def imported(target: Any) -> Any:
 
 
 def gold(name: str, answer: str) -> bool:
-    """Can this reward judge against this answer at all? Rows for which it cannot are dropped before training. A penalty,
-    `format` and a reward of your own are not asked: they take any."""
+    """Can this reward judge against this answer? Rows for which it cannot are dropped. One that is not asked takes any."""
     return name not in READABLE or imported(READABLE[name])(answer)
 
 
@@ -122,10 +111,7 @@ def label(spec: str) -> str:
 
 
 def named(spec: str) -> Callable[..., Any]:
-    """The reward of a name in REWARDS, or of FILE.py:NAME, whose file is run. A weight behind it is left out.
-
-    Raises Refused in one line where there is none.
-    """
+    """The reward of a name in REWARDS, or of FILE.py:NAME, whose file is run; a weight is left out. Raises Refused."""
     from nanorl.config import Refused  # here: config imports this file
 
     name = split(spec)[0]

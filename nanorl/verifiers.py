@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanorl.numeral import boxed, last, value
+from nanorl.reward import exact
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 SPECIAL = re.compile(r"(?:\s|<\|[^<>|\n]{1,40}\|>|</?s>)*\Z")  # <|im_end|>: what is left of the chat's own marks
@@ -22,6 +23,15 @@ SAYS = re.compile(r"\b(?:answer|option|choice)\b(?:\s+(?:is|should be|must be)\b
                   r"(?:option|choice|letter|\\text)?(?=[\s*_$({\[]{0,6}[A-Ea-e](?![\w'’]))", re.IGNORECASE)  # fmt: skip
 MORE = re.compile(r"(?<![\w'’])(?:[A-E](?![\w'’])|or\b|and [a-e](?![\w'’]))|[,/&] ?[a-e](?![\w'’])")
 NGRAM = 4  # words; shorter ones repeat in good prose, too
+
+
+def arithmetic(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
+               **row: Any) -> float:  # fmt: skip
+    """`exact`, and logs beside it whether the completion shows its working: the task arithmetic's own reward."""
+    from nanorl.monitor import log  # here: the other verifiers need none of what it imports
+
+    log("worked", "(" in completion)
+    return exact(prompt, completion, prompt_ids, completion_ids, answer, **row)
 
 
 def count(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
@@ -70,7 +80,7 @@ def chosen(completion: str) -> str | None:
     if held is not None:
         text = re.sub(r"\\(?:text|textbf|mathrm|mathbf) ?", "", held)
     elif said:
-        text = re.split(r"\n|\.\s", completion[said.end() :], maxsplit=1)[0]
+        text = re.split(r"\n|\.\s|<\|", completion[said.end() :], maxsplit=1)[0]
     else:
         text = SPECIAL.sub("", completion[-4000:]).rpartition("\n")[2]
     letter = OPTION.match(text)
@@ -78,7 +88,7 @@ def chosen(completion: str) -> str | None:
         return None
     rest = text[letter.end() :]
     plain = letter[0].strip() in "abcde" or not (said or held)  # "a" may be the article, and a line any prose
-    if MORE.search(rest) or (plain and rest.strip() and rest[0] not in ".):,"):
+    if MORE.search(rest) or (plain and rest.strip() and rest[0] not in ".):," and ")" not in letter[0]):
         return None
     return letter[1].upper()
 

@@ -62,7 +62,7 @@ def test_every_spelling_of_one_answer_is_paid_against_every_other_and_no_other_a
 
 
 @given(p=st.integers(-99, 99), q=st.integers(1, 99), r=st.sampled_from([2, 3, 5, 6, 7, 10]))
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_a_multiple_of_a_root_is_itself_and_no_neighbour(p, q, r):
     text = rf"\frac{{{p}\sqrt{{{r}}}}}{{{q}}}"
     assert paid(boxed(text), rf"\frac{{{p}}}{{{q}}}\sqrt{{{r}}}") == 1.0
@@ -116,15 +116,15 @@ def test_geometry(completion, answer, worth):
 
 # ---- hard inputs
 
-M = 100_000  # the length of the long ones
+M = 40_000  # the length of the long ones
 HARD = [r"\boxed{5^{5^{5^{5^5}}}}", r"\boxed{9^{9^9}}", r"\boxed{(9^{999})^{999}}", r"\boxed{((9!)!)!}", r"\boxed{99999!}", r"\boxed{9!!!!}",
         r"\boxed{\binom{999999}{499999}}", r"\boxed{10^{999999999}}", r"\boxed{2^{99}^{99}^{99}}", r"\boxed{\sqrt{10^{9999}+7}}",
         r"\boxed{1e999999999}", r"\boxed{x^{9^{9}}}", r"\boxed{\int_0^1 e^{-x^2} dx}", r"\boxed{\sum_{k=1}^{10^9} k}",
         r"\boxed{\sin(\sin(\sin(\sin(10^{300}))))}", r"\boxed{\frac{1}{\frac{1}{\frac{1}{\frac{1}{\frac{1}{x}}}}}}",
-        r"\boxed{" + "(" * 10 + "x" + ")" * 10 + "}", r"\boxed{" + "+".join(["\\sqrt{x}"] * 20) + "}", "\\boxed{" * M // 14,
-        "\\boxed{" * M // 14 + "7" + "}" * M // 14, "{" * M, "(" * M, r"\boxed{" + "9" * M + "}", "$" * M,
-        "x=" * M // 2, "1," * M // 2, r"\boxed{" + "1," * 190 + "1}", "\\(" * M // 2, "\\frac" * M // 5, "<answer>" * M // 8,
-        "answer: " * M // 8, "٣٤", r"\boxed{٣\sqrt{٤}}", "\x00" * 1000, "\\boxed{\x00}", r"\boxed{\infty-\infty}", r"\boxed{0^0}",
+        r"\boxed{" + "(" * 10 + "x" + ")" * 10 + "}", r"\boxed{" + "+".join(["\\sqrt{x}"] * 20) + "}", "\\boxed{" * (M // 14),
+        "\\boxed{" * (M // 14) + "7" + "}" * (M // 14), "{" * M, "(" * M, r"\boxed{" + "9" * M + "}", "$" * M,
+        "x=" * (M // 2), "1," * (M // 2), r"\boxed{" + "1," * 190 + "1}", "\\(" * (M // 2), "\\frac" * (M // 5), "<answer>" * (M // 8),
+        "answer: " * (M // 8), "٣٤", r"\boxed{٣\sqrt{٤}}", "\x00" * 1000, "\\boxed{\x00}", r"\boxed{\infty-\infty}", r"\boxed{0^0}",
         r"\boxed{\log 0}", r"\boxed{x_{" + "1" * 150 + "}}", r"\boxed{" + "-" * 190 + "x}", "####" * (M // 4), "#### " + "\\" * M]  # fmt: skip
 
 
@@ -152,7 +152,7 @@ PIECES = st.lists(st.sampled_from([*"0123456789xyeiABn+-*/^_(){}[],.<>=|!&; ", r
 
 
 @given(PIECES, PIECES)
-@settings(max_examples=60, deadline=2000)
+@settings(max_examples=30, deadline=2000)
 def test_any_two_formulas_are_judged_the_same_either_way_round(a, b):
     forward = paid(boxed(a), b)
     assert forward in (0.0, 1.0)
@@ -161,7 +161,7 @@ def test_any_two_formulas_are_judged_the_same_either_way_round(a, b):
 
 
 @given(st.text(max_size=200))
-@settings(max_examples=60, deadline=2000)
+@settings(max_examples=30, deadline=2000)
 def test_any_text_is_judged(text):
     assert paid(text, r"\sqrt{2}") in (0.0, 1.0) and paid(boxed(text), text) in (0.0, 1.0)
 
