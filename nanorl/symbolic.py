@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from latex2sympy2_extended import latex2sympy
-from sympy import I, Rational, Symbol, nan, oo, zoo
+from sympy import Float, I, Rational, Symbol, nan, oo, zoo
 
 from nanorl.notation import NAME, allowed, clean, cut, squeezed
 from nanorl.numeral import MARK, boxed, last, sentence, value
@@ -267,8 +267,13 @@ def same_scalar(a: str, b: str) -> bool:
     if left and right and all(x.is_Rational for x in left + right):
         return left == right  # exactly: 10^{-99} is not 0
     return len(left) == len(right) > 0 and all(
-        x == y or abs(x - y) < 10**-AGREE * max(abs(x), abs(y)) or max(abs(x), abs(y)) < 10 ** -(2 * AGREE)
+        x == y or no_digit(x) and no_digit(y) or abs(x - y) < 10**-AGREE * max(abs(x), abs(y))
         for x, y in zip(left, right))  # fmt: skip
+
+
+def no_digit(x: Any) -> bool:
+    """A value of which all digits cancelled, √2·√3 − √6: it is 0 as far as can be told. 10^{-99} has its digits."""
+    return x == 0 or all(part._prec < 10 for part in x.atoms(Float)) and bool(x.atoms(Float))
 
 
 @lru_cache(1024)

@@ -44,6 +44,7 @@ CLASSES = {
     "clock": ["3:45"], "ratio": ["3 : 4", "3:4"], "base three": ["1201_3", "1201_{3}"], "base four": ["1201_4"],
     "infinite": [r"\infty", "∞"], "minus infinite": [r"-\infty"],
     "trigonometry": [r"\sin^2 t + y", r"1 - \cos^2 t + y"], "complex": ["3-2i", "-2i + 3"],
+    "tiny π": [r"\pi/2011!", r"\frac{\pi}{2011!}"], "tinier π": [r"\pi/2012!"],
     "tiny": [r"1/2011!", r"\frac{1}{2011!}"], "tinier": ["1/2012!"],
     "sum of two": [r"1+\frac{1}{e}", r"1+e^{-1}"], "their difference": [r"1-\frac{1}{e}"],
     "product": ["2ab", "2ba", r"2a \cdot b"], "other product": ["2ac"], "strict": ["x+y<3", "3 > y+x", "2x+2y<6"],
@@ -59,6 +60,12 @@ def test_every_spelling_of_one_answer_is_paid_against_every_other_and_no_other_a
         same = other == name
         if (same and text != gold_text) or gold_text == CLASSES[other][0]:
             assert paid(boxed(text), gold_text) == float(same), gold_text
+
+
+def test_what_cancels_is_0_and_what_is_small_is_not():
+    zero = r"\sqrt{2}\sqrt{3}-\sqrt{6}"
+    assert paid(boxed(zero), "0") == paid(boxed(zero), r"\sin^2 x+\cos^2 x-1") == 1.0
+    assert paid(boxed(r"\pi \cdot 10^{-200}"), "0") == paid(boxed(zero), r"\frac{\sqrt{2}}{10^{90}}") == 0.0
 
 
 @given(p=st.integers(-99, 99), q=st.integers(1, 99), r=st.sampled_from([2, 3, 5, 6, 7, 10]))
@@ -81,6 +88,7 @@ def test_where_both_are_numbers_math_is_number(n, form):
     (r"\boxed{\sqrt{2} or \sqrt{3}}", r"\sqrt{2}"), (r"\boxed{n=4,5,6}", "n=3,4,5"), (r"\boxed{10^{-300}}", "0"),
     (r"\boxed{x=5}", "y=x+5"), (r"\boxed{x=1,y=2}", "x=2,y=1"), (r"\boxed{x \ne 3}", "3"), (r"\boxed{\sqrt{x^2}}", "x"), (r"\boxed{x'}", "x"),
     (r"\boxed{\frac{1}{0}}", r"\frac{1}{0}"), (r"\boxed{nan}", "nan"), (r"\boxed{A+b}", "a+B"), (r"\boxed{1,2}", "1,2,2"),
+    (r"\boxed{1,1,2}", "1,2,2"), (r"$\sqrt{2}$ is 1.41", r"\sqrt{2}"),
     (r"\boxed{0=0}", "x=x"), (r"\boxed{3x+4y+14=0}", "0"), (r"\boxed{2x}", r"2^x"), (r"\boxed{[1,2]}", "(1,2)"),
     ("It is 5.", r"\sqrt{25}+x"), (r"I put it in \boxed", r"\sqrt{2}"), ("", "x"), ("x", "x"), (r"\boxed{}", "x"),
     (r"\boxed{\sqrt{2}}, no: \boxed{\sqrt{3}}", r"\sqrt{2}"), ("four towers instead of two", "four towers instead of two"),

@@ -281,8 +281,9 @@ def test_repetition_is_the_share_of_runs_that_came_before(words):
 
 def test_a_file_of_your_own_is_named_by_path_and_function_and_run_once(tmp_path):
     file = tmp_path / "a=b.py"
-    file.write_text("times = []\ntimes.append(1)\ndef paid(p, completion, pi, ci, answer, **row):\n    return len(times)\n")
-    assert named(f"{file}:paid=0.5")("", "", (), (), "") == named(f"{file}:paid")("", "", (), (), "") == 1
+    file.write_text("open(__file__ + '.log', 'a').write('.')\ndef paid(p, completion, pi, ci, answer, **row):\n    return 0.7\n")
+    assert named(f"{file}:paid=0.5")("", "", (), (), "") == named(f"{file}:paid")("", "", (), (), "") == 0.7
+    assert (tmp_path / "a=b.py.log").read_text() == "."
     assert split(f"{file}:paid") == (f"{file}:paid", 1.0) and split(f"{file}:paid=0.5") == (f"{file}:paid", 0.5)
     assert label(f"{file}:paid=0.5") == "paid" and label("format=0.2") == label("format") == "format"
     assert named("number=3") is number
