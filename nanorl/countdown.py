@@ -134,6 +134,13 @@ def problem(key: str, held_out: bool) -> tuple[list[int], int, str]:
             return numbers, target, solution
 
 
+def asked(numbers: Sequence[int], target: int) -> tuple[str, str]:
+    """The question, and the answer that it is judged by."""
+    listed = ", ".join(map(str, numbers))
+    return (f"Use the numbers {listed}, each exactly once, with + - * / and parentheses to make {target}.",
+            f"target={target};numbers={listed.replace(' ', '')}")  # fmt: skip
+
+
 def grown(rng: random.Random, count: int) -> tuple[list[int], int, str]:
     """So many numbers from 1 to 50, a target from 1 to 200 and an expression that makes it: a tree grown at random.
 

@@ -32,6 +32,7 @@ STEPS = [(re.compile(pattern), new) for pattern, new in (
     (r"\\[dtc]frac", r"\\frac"),
     (r"\\frac ?([0-9A-Za-z])", r"\\frac{\1}"),
     (r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z])", r"\1{\2}"),
+    (r"_ ?([0-9A-Za-z])", r"_{\1}"),
     (r"\\sqrt ?([0-9A-Za-z])", r"\\sqrt{\1}"),
     (r"√ ?(?:([0-9]+|[a-z])|\(([^()]*)\))", r"\\sqrt{\1\2}"),
     (r"\bsqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),

@@ -4,8 +4,8 @@ A reward is any function, sync or async, called positionally with what was asked
 
     reward(prompt, completion, prompt_ids, completion_ids, answer, **row) → float
 
-`row` holds the problem's other fields. The short verifiers are here; `math` and `geometry` (`symbolic.py`) and
-`countdown` (`countdown.py`) are imported when they are named. All read the completion and never the prompt, evaluate
+`row` holds the problem's other fields. The two verifiers that one meets first are here; the others (`verifiers.py`,
+`symbolic.py`, `countdown.py`) are imported when they are named. All read the completion and never the prompt, evaluate
 no code, and when in doubt pay nothing: a wrong answer that is paid is learned. Only the standard library is imported,
 so that a process that scores starts at once. `notes/rewards.md` says how rewards fail.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import re
 import reprlib
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,22 +24,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nanorl.numeral import boxed, last, value
+from nanorl.numeral import value
 
 if TYPE_CHECKING:
     from nanorl.sample import Prompt
-
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-SPECIAL = re.compile(r"(?:\s|<\|[^<>|\n]{1,40}\|>|</?s>)*\Z")  # <|im_end|>: what is left of the chat's own marks
-WORDS = dict(zip("""zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
-    seventeen eighteen nineteen twenty""".split(), map(str, range(21))))  # fmt: skip
-WORD = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(WORDS, reverse=True))})(?![\w-])", re.IGNORECASE)
-ANSWER_TAG = re.compile(r"<answer>([^<]{0,200})(?:</answer>|\Z)")
-OPTION = re.compile(r"[\s*_$({\[]{0,6}([A-Ea-e])(?![\w'’])[\s*_$)}\]]{0,6}")  # B, (B), **b**, {B}
-SAYS = re.compile(r"\b(?:answer|option|choice)\b(?:\s+(?:is|should be|must be)\b|\s*[:=])[\s:*_]{0,6}"
-                  r"(?:option|choice|letter|\\text)?(?=[\s*_$({\[]{0,6}[A-Ea-e](?![\w'’]))", re.IGNORECASE)  # fmt: skip
-MORE = re.compile(r"(?<![\w'’])(?:[A-E](?![\w'’])|or\b|and [a-e](?![\w'’]))|[,/&] ?[a-e](?![\w'’])")
-NGRAM = 4  # words; shorter ones repeat in good prose, too
 
 
 def exact(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str, *,
@@ -55,15 +42,6 @@ def exact(prompt: str, completion: str, prompt_ids: Sequence[int], completion_id
     """
     told = completion.rpartition(after)[2] if after else completion
     return float(told.strip() == answer.strip())
-
-
-def arithmetic(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
-               **row: Any) -> float:  # fmt: skip
-    """`exact`, and logs beside it whether the completion shows its working: the task arithmetic's own reward."""
-    from nanorl.monitor import log  # here: monitor imports the flags, and those import this file
-
-    log("worked", "(" in completion)
-    return exact(prompt, completion, prompt_ids, completion_ids, answer, **row)
 
 
 def number(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
@@ -83,103 +61,16 @@ def number(prompt: str, completion: str, prompt_ids: Sequence[int], completion_i
     return float(gold_value is not None and gold_value == value(completion))
 
 
-def count(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
-          **row: Any) -> float:  # fmt: skip
-    """1 if the completion ends on the answer's whole number, in digits or, up to twenty, in words; else 0. For CLEVR.
-
-    >>> count("", "<answer>Three.</answer>", (), (), "3")
-    1.0
-    """
-    held = last(ANSWER_TAG, completion)
-    told, meant = (value(WORD.sub(lambda word: WORDS[word[0].lower()], text), bare=bare)
-                   for text, bare in ((held[1] if held else completion, held is not None), (answer, True)))  # fmt: skip
-    return float(meant is not None and meant.denominator == 1 and meant == told)
-
-
-def choice(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
-           **row: Any) -> float:  # fmt: skip
-    r"""1 if the completion chooses the answer's letter, A to E in either case; else 0.
-
-    The letter is read, in this order, from the last \boxed{}, the last <answer>, the last "answer is …" or
-    "Answer: …", or the last line that is a letter, with or without its text: (B), B., **B** Paris. A second
-    letter beside it, or an "or", is a hedge.
-
-    >>> [choice("", text, (), (), "B") for text in ("The answer is (b).", "<answer>A or B</answer>")]
-    [1.0, 0.0]
-    """
-    meant = OPTION.fullmatch(answer.strip().rstrip(".):"))
-    return float(meant is not None and meant[1].upper() == chosen(completion))
-
-
-def chosen(completion: str) -> str | None:
-    """The one letter that a completion chooses, as a capital; None if it chooses none or several."""
-    if (held := boxed(completion)) is None and (tag := last(ANSWER_TAG, completion)):
-        held = tag[1]
-    said = last(SAYS, completion)
-    if held is not None:
-        text = re.sub(r"\\(?:text|textbf|mathrm|mathbf) ?", "", held)
-    elif said:
-        text = re.split(r"\n|\.\s", completion[said.end() :], maxsplit=1)[0]
-    else:
-        text = SPECIAL.sub("", completion[-4000:]).rpartition("\n")[2]
-    letter = OPTION.match(text)
-    if letter is None:
-        return None
-    rest = text[letter.end() :]
-    plain = letter[0].strip() in "abcde" or not (said or held)  # "a" may be the article, and a line any prose
-    if MORE.search(rest) or (plain and rest.strip() and rest[0] not in ".):,"):
-        return None
-    return letter[1].upper()
-
-
-def format(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
-           **row: Any) -> float:  # fmt: skip
-    """1 for <think>…</think><answer>…</answer>: each tag once, in this order, text in both, nothing outside; else 0.
-
-    White space and a chat's own end marks around them change nothing.
-
-    >>> format("", "<think>3 and 6</think><answer>9</answer><|im_end|>", (), (), "")
-    1.0
-    """
-    outside, inside, text = [], [], completion
-    for tag in TAGS:
-        before, found, text = text.partition(tag)
-        (outside if tag[1] != "/" else inside).append(before)
-        if not found or completion.count(tag) != 1:
-            return 0.0
-    return float(all(map(str.strip, inside)) and not "".join(outside).strip() and bool(SPECIAL.match(text)))
-
-
-def length(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
-           **row: Any) -> float:  # fmt: skip
-    """A penalty, −tokens / 1000 of the completion; its weight says how much: length=0.1 takes 0.1 for 1000 tokens."""
-    return -len(completion_ids) / 1000
-
-
-def repetition(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], answer: str,
-               **row: Any) -> float:  # fmt: skip
-    """A penalty, the share of runs of four words that have occurred before: (distinct − all) / all, from −1 to 0.
-
-    >>> repetition("", "a b c d a b c d", (), (), "")  # five runs, of which the last is the first
-    -0.2
-    """
-    words = completion.split()
-    runs = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
-    return (len(set(runs)) - len(runs)) / len(runs) if runs else 0.0
-
-
 PENALTIES = ("length", "repetition")  # what they pay at best is 0, and an empty answer gets it
 REWARDS: dict[str, Callable[..., float] | str] = {
     "exact": exact, "number": number, "math": "nanorl.symbolic:math", "geometry": "nanorl.symbolic:geometry",
-    "countdown": "nanorl.countdown:countdown", "choice": choice, "count": count, "format": format,
-    "length": length, "repetition": repetition, "arithmetic": arithmetic,
+    "countdown": "nanorl.countdown:countdown",
+    **{name: f"nanorl.verifiers:{name}" for name in "choice count format length repetition arithmetic".split()},
 }  # fmt: skip
 READABLE: dict[str, Callable[[str], bool] | str] = {  # can it judge against this answer?
     "number": lambda answer: value(answer, bare=True) is not None,
-    "math": "nanorl.symbolic:readable", "geometry": "nanorl.symbolic:readable",
-    "countdown": "nanorl.countdown:readable",
-    "choice": lambda answer: choice("", answer, (), (), answer) == 1.0,
-    "count": lambda answer: count("", answer, (), (), answer) == 1.0,
+    "math": "nanorl.symbolic:readable", "geometry": "nanorl.symbolic:readable", "countdown": "nanorl.countdown:readable",
+    "choice": "nanorl.verifiers:names_option", "count": "nanorl.verifiers:counts",
     "exact": lambda answer: bool(answer.strip()), "arithmetic": lambda answer: bool(answer.strip()),
 }  # fmt: skip
 
@@ -193,8 +84,7 @@ def imported(target: Any) -> Any:
 
 
 def gold(name: str, answer: str) -> bool:
-    """Can this reward judge against this answer at all? Rows for which it cannot are dropped before training. A penalty,
-    `format` and a reward of your own are not asked: they take any."""
+    """Can this reward judge against this answer? Rows for which it cannot are dropped. One that is not asked takes any."""
     return name not in READABLE or imported(READABLE[name])(answer)
 
 
@@ -221,10 +111,7 @@ def label(spec: str) -> str:
 
 
 def named(spec: str) -> Callable[..., Any]:
-    """The reward of a name in REWARDS, or of FILE.py:NAME, whose file is run. A weight behind it is left out.
-
-    Raises Refused in one line where there is none.
-    """
+    """The reward of a name in REWARDS, or of FILE.py:NAME, whose file is run; a weight is left out. Raises Refused."""
     from nanorl.config import Refused  # here: config imports this file
 
     name = split(spec)[0]

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from latex2sympy2_extended import latex2sympy
-from sympy import I, Rational, Symbol, nan, oo, zoo
+from sympy import Float, I, Rational, Symbol, nan, oo, zoo
 
 from nanorl.notation import NAME, allowed, clean, cut, squeezed
 from nanorl.numeral import MARK, boxed, last, sentence, value
@@ -30,7 +30,9 @@ SYMBOL_MARK = re.compile(r"(?<!#)####\s*(?=[-+]?(?:[.0-9({\[]|\\[A-Za-z{]))")
 MATRIX = re.compile(r"\\begin\{([pbvB]?matrix)\}(.*)\\end\{\1\}", re.DOTALL)
 RELATION = re.compile(r"(<|>|≤|≥|≠|=|∈)")
 FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
-WORD = re.compile(r"\\text\{([^{}]*)\}|([A-Za-z]{4,}|yes|no)|([0-9]{1,3} ?: ?[0-9]{1,3})|([0-9]+_(?:[0-9]|\{[0-9]+\}))")
+WORD = re.compile(r"\\text\{([^{}]*)\}|([A-Za-z]{4,}|yes|no)|([0-9]{1,3} ?: ?[0-9]{1,3})|([0-9]+_\{[0-9]+\})"
+                  r"|([-+]?[0-9.]*\\(?:overline|overrightarrow|vec|mathbb) ?\{[0-9A-Za-z]+\}|\\emptyset|\\varnothing)")
+PRODUCT = re.compile(r"[0-9][A-Za-z]{2,3}$")  # 2ab: no number with a unit, as `number` takes it; 2km is clean 2
 NO_WORDS = ("nan", "inf", "null", "")
 
 Shape = tuple[Any, ...]  # (kind, …): scalar text | word text | list parts | pair brackets parts | matrix rows | …
@@ -48,9 +50,10 @@ def math(prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids
     (1.0, 0.0)
     """
     meant, told = value(answer, bare=True), value(completion)
-    if meant is not None and told is not None:
+    texts = gold_text(answer), ending(completion)
+    if meant is not None and told is not None and not any(PRODUCT.search(clean(text[-99:])) for text in texts):
         return float(meant == told)
-    meant, told = shaped(gold_text(answer)), shaped(ending(completion))
+    meant, told = map(shaped, texts)
     return float(meant is not None and told is not None and equal(meant, told))
 
 
@@ -108,6 +111,8 @@ def shaped(text: str) -> Shape | None:
 def shape(text: str) -> Shape | None:
     """The shape of a clean text; None if some part of it cannot be read."""
     text = text.strip()
+    if text.lower() in NO_WORDS:
+        return None
     if matrix := MATRIX.fullmatch(text):
         rows = [cut(row, r"&") for row in cut(matrix[2].strip().removesuffix("\\\\"), r"\\\\")]
         return parts("matrix", [parts("row", [shape(cell) for cell in row]) for row in rows])
@@ -122,7 +127,7 @@ def shape(text: str) -> Shape | None:
         inner = word[1].strip(" .()") if word[1] is not None else text
         if word[1] is not None and (len(inner) == 1 or re.search(r"[^A-Za-z ]", inner)):
             return shape(inner)
-        return None if inner.lower() in NO_WORDS else ("word", re.sub(r"[{}\s]", "", inner.lower()))
+        return ("word", re.sub(r"[{}\s]", "", inner if "\\" in inner else inner.lower())) if inner.strip() else None
     return brackets(text) or signs(text) or (("scalar", text) if allowed(text) else None)
 
 
@@ -262,15 +267,21 @@ def same_scalar(a: str, b: str) -> bool:
     if left and right and all(x.is_Rational for x in left + right):
         return left == right  # exactly: 10^{-99} is not 0
     return len(left) == len(right) > 0 and all(
-        x == y or abs(x - y) < 10**-AGREE * max(abs(x), abs(y)) or max(abs(x), abs(y)) < 10 ** -(2 * AGREE)
+        x == y or no_digit(x) and no_digit(y) or abs(x - y) < 10**-AGREE * max(abs(x), abs(y))
         for x, y in zip(left, right))  # fmt: skip
+
+
+def no_digit(x: Any) -> bool:
+    """A value of which all digits cancelled, √2·√3 − √6: it is 0 as far as can be told. 10^{-99} has its digits."""
+    return x == 0 or all(part._prec < 10 for part in x.atoms(Float)) and bool(x.atoms(Float))
 
 
 @lru_cache(1024)
 def values(text: str) -> tuple[Any, ...] | None:
     """A scalar's values at four points of both signs; () if one is not finite, None if the text cannot be parsed."""
+    exact = re.sub(r"([0-9]*)\.([0-9]+)", lambda n: rf"(\frac{{{n[1]}{n[2]}}}{{1{'0' * len(n[2])}}})", text)
     try:
-        read = latex2sympy(text, normalization_config=None)
+        read = latex2sympy(exact, normalization_config=None)
         free = read.free_symbols
         found = []
         for k in range(POINTS if free else 1):

@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 
 from nanorl import countdown, reward
 from nanorl.config import Config, Refused, shares
+from nanorl.mixture import mixed
 from nanorl.probe import asking, checked, ended, written
 from nanorl.sample import Prompt
 
@@ -27,8 +28,7 @@ POSITIONAL = ("prompt", "completion", "prompt_ids", "completion_ids", "answer") 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question (text, or chat messages), the answer it is judged by, and the row's other fields. Where tasks are mixed
-    it says which rewards judge it, and whose it is."""
+    """A question (text, or chat messages), the answer it is judged by, the row's other fields; its task, if mixed."""
 
     prompt: str | list[dict[str, str]]
     answer: str
@@ -56,39 +56,15 @@ def fingerprint(task: Task) -> int:
 
 
 def load(cfg: Config) -> Task:
-    """The task that the flags name, or several mixed. Raises Refused where its data cannot be used, or prompt and rewards
-    do not speak of the same format."""
+    """The task that the flags name, or several mixed. Raises Refused where data or rewards cannot be used."""
     parts = shares(cfg.task)
+    makers = {"arithmetic": arithmetic, "countdown": from_numbers, "gsm8k": from_file, "jsonl": from_file}
     if len(parts) == 1:
         (name,) = parts
-        return checked(MAKERS[name](replace(cfg, task=name)))
-    made = {name: checked(MAKERS[name](replace(cfg, task=name, eval_problems=max(1, round(cfg.eval_problems * share)))))
+        return checked(makers[name](replace(cfg, task=name)))
+    made = {name: checked(makers[name](replace(cfg, task=name, eval_problems=max(1, round(cfg.eval_problems * share)))))
             for name, share in parts.items()}  # fmt: skip
     return mixed(made, parts, cfg.seed)
-
-
-def mixed(made: dict[str, Task], parts: dict[str, float], seed: int) -> Task:
-    """Several tasks in one run: which one prompt n is from is drawn by (seed, n) with the weights as probabilities."""
-
-    def tagged(problem: Problem, name: str) -> Problem:
-        """The problem with what its task would have said beside it."""
-        prompt = ended(problem.prompt, made[name].suffix)
-        return replace(problem, prompt=prompt, rewards=made[name].rewards, task=name)
-
-    def train(number: int) -> Problem:
-        """Problem `number`, by the task that is drawn for it."""
-        name = str(np.random.default_rng((seed, 3, number)).choice([*parts], p=[*parts.values()]))
-        return tagged(made[name].train(number), name)
-
-    return Task(
-        says="; ".join(f"{share:.0%} {made[name].says}" for name, share in parts.items()),
-        train=train,
-        held_out=[tagged(p, name) for name, task in made.items() for p in task.held_out],
-        rewards=tuple(dict.fromkeys(spec for task in made.values() for spec in task.rewards)),
-        suffix="",
-        answered=lambda p: made[p.task].answered(p),
-        problems=tuple(tagged(p, name) for name, task in made.items() for p in task.problems),
-    )
 
 
 # ------------------------------------------------------------------------------------------------ arithmetic
@@ -157,9 +133,7 @@ def from_numbers(cfg: Config) -> Task:
     def problem(key: str, held_out: bool) -> Problem:
         """The problem of this key in its part."""
         numbers, target, solution = countdown.problem(key, held_out)
-        listed = ", ".join(map(str, numbers))
-        return Problem(f"Use the numbers {listed}, each exactly once, with + - * / and parentheses to make {target}.",
-                       f"target={target};numbers={listed.replace(' ', '')}", {"solution": solution})  # fmt: skip
+        return Problem(*countdown.asked(numbers, target), {"solution": solution})
 
     own = "" if "format" in map(reward.label, rewards) else "\nWrite the expression between <answer> and </answer>."
     return Task(
@@ -189,7 +163,8 @@ def from_file(cfg: Config) -> Task:
         held_out, train = [rows[i] for i in order[:n]], [rows[i] for i in order[n:]]
     asked, before = {str(p.prompt) for p in held_out}, len(train)
     train = [p for p in train if str(p.prompt) not in asked]  # the same question twice in a file would be a leak
-    left_out = f"left out: {dropped} whose answer '{', '.join(map(reward.label, rewards))}' cannot read, {before - len(train)} that are held out too"
+    names = ", ".join(map(reward.label, rewards))
+    left_out = f"left out: {dropped} whose answer '{names}' cannot read, {before - len(train)} that are held out too"
     if not train or not held_out:
         raise Refused(f"--data {cfg.data}: {len(train)} problems to train on and {len(held_out)} to hold out, at least "
                       f"one each is needed ({left_out})")
@@ -292,6 +267,3 @@ def check_lengths(task: Task, tokenizer: Any, cfg: Config, room: int) -> None:
         if length + cfg.max_new_tokens > room:
             raise Refused(f"--max-new-tokens {cfg.max_new_tokens}: the model has room for {room} tokens and the prompt "
                           f"{str(problem.prompt)[:40]!r} takes {length}; lower it, or drop that row")
-
-
-MAKERS = {"arithmetic": arithmetic, "countdown": from_numbers, "gsm8k": from_file, "jsonl": from_file}

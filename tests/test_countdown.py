@@ -69,6 +69,11 @@ def test_whatever_is_no_expression_earns_nothing(text):
         assert paid(f"<answer>{text}</answer>", target, [5, 7]) == 0.0
 
 
+def test_depth_is_bounded():
+    assert evaluate("(" * MAX_DEPTH + "5" + ")" * MAX_DEPTH) == (5, [5])
+    assert evaluate("(" * (MAX_DEPTH + 1) + "5" + ")" * (MAX_DEPTH + 1)) is evaluate("-" * (MAX_DEPTH + 1) + "5") is None
+
+
 @pytest.mark.parametrize(("text", "worth"), [
     ("<answer>5+7=12</answer>", 1.0), ("5 + 7", 1.0), ("5 + 7 = 12.", 1.0), ("So:\n7+5", 1.0), ("<answer>7+5", 1.0),
     ("<answer>5+7</answer> so <answer>5*7</answer>", 0.0), ("<answer>5+7</answer> <answer></answer>", 0.0),

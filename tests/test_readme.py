@@ -85,7 +85,8 @@ def test_what_is_imported_is_what_the_requirements_install():
     both = "".join((ROOT / name).read_text() for name in ("requirements.txt", "requirements-vllm.txt"))
     required = re.findall(r"^[\w-]+", both, re.MULTILINE)
     with_transformers = {"safetensors", "tokenizers", "jinja2"}  # and torch: chat templates need jinja2
-    known = {*required, *with_transformers, *sys.stdlib_module_names}
+    with_math_verify = {"latex2sympy2_extended", "sympy"}  # its parser, and what that is written in
+    known = {*required, *with_transformers, *with_math_verify, *sys.stdlib_module_names}
     imported = {name.split(".")[0] for tree in TREES.values() for node in ast.walk(tree) for name in (
         [alias.name for alias in node.names] if isinstance(node, ast.Import) else
         [node.module] if isinstance(node, ast.ImportFrom) and not node.level else [])}  # fmt: skip

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanorl import countdown, numeral, reward
+from nanorl import countdown, numeral, reward, verifiers
+from nanorl.config import Refused
 from nanorl.numeral import MAX_DIGITS, value
-from nanorl.reward import REWARDS, exact, gold, named, number, score
+from nanorl.reward import exact, gold, label, named, number, score, split
 from nanorl.sample import Prompt
 
 
@@ -210,6 +211,108 @@ def test_gold_of_exact_is_any_text():
     assert gold("exact", "any text") and not gold("exact", " \n")
 
 
+# ---- the short verifiers
+
+NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+         "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"]  # fmt: skip
+
+
+def judged(name, completion, answer=""):
+    return named(name)("", completion, (), (), answer)
+
+
+@given(st.integers(0, 20), st.sampled_from(["{}", "There are {}.", "<answer>{}</answer>", "2 cubes and 1 ball:\n{} things",
+                                            r"\boxed{{{}}}", "Answer: {}", "**{}**"]), st.booleans())  # fmt: skip
+def test_a_count_is_read_in_digits_and_in_words(n, frame, upper):
+    word = NAMES[n].capitalize() if upper else NAMES[n]
+    for text in (frame.format(n), frame.format(word)):
+        assert (judged("count", text, str(n)), judged("count", text, str(n + 1))) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("text", ["", "twenty-three", "3 or 4", "<answer>3 or 4</answer>", "2.5", "some", "<answer>3, 4</answer>", "minus 3",
+                                  "phone", "<answer></answer> 3", "-3"])
+def test_what_is_no_count_earns_nothing(text):
+    assert [judged("count", text, n) for n in ("3", "4", "20", "1", "2")] == [0.0] * 5
+    assert not gold("count", "2.5") and not gold("count", "few") and gold("count", "three")
+
+
+FORMS = ["{}", "({})", "{}.", "**{}**", r"\boxed{{{}}}", r"\boxed{{\text{{({})}}}}", "<answer>{}</answer>", "<answer> ({}) </answer>",
+         "The answer is {}.", "So the answer is ({})", "Answer: {}", "answer: **{}**", "Not A.\nAnswer: {}", "A or B?\n({})",
+         "the correct option is {}", "First I took A.\n\n{}", "The answer is {}<|im_end|>", "{}) Paris", "Final answer: {}"]  # fmt: skip
+
+
+@given(st.sampled_from("ABCDE"), st.sampled_from(FORMS), st.booleans())
+def test_a_choice_is_read_in_the_usual_forms_and_in_either_case(letter, form, lower):
+    text = form.format(letter.lower() if lower else letter)
+    assert [judged("choice", text, other) for other in "ABCDE"] == [float(other == letter) for other in "ABCDE"]
+
+
+@pytest.mark.parametrize("text", [
+    "<answer>A or B or C</answer>", "A or B", "A, B", r"\boxed{A, B}", r"\boxed{A \text{ or } B}", "The answer is A or B.", "", "A B", "AB",
+    "Answer: both", "The answer is a matter of taste", "<answer>A/B</answer>", "<answer></answer>", "I think so", "Answer: A and B", r"\boxed{",
+    "<answer>a, b</answer>", "A man walks in", "F", "<answer>all</answer>", "(A) or (B)", "Answer: (A) (B)",
+])  # fmt: skip
+def test_a_hedge_or_no_letter_chooses_nothing(text):
+    assert [judged("choice", text, letter) for letter in "ABCDE"] == [0.0] * 5
+    assert not gold("choice", "AB") and not gold("choice", "42") and gold("choice", "(b)")
+
+
+@given(st.text(min_size=1), st.text(min_size=1), st.permutations(["<think>", "</think>", "<answer>", "</answer>"]), st.integers(0, 3))
+def test_format_wants_each_tag_once_in_order_around_text(thought, told, tags, at):
+    right = f"<think>\n{thought}\n</think>\n<answer>{told}</answer>"
+    filled = bool(thought.strip() and told.strip()) and not any(tag in thought + told for tag in tags)
+    assert judged("format", right) == judged("format", f" {right}<|im_end|>\n") == float(filled)
+    assert judged("format", right.replace(tags[at], "", 1)) == judged("format", right + tags[at]) == judged("format", tags[at] + right) == 0.0
+    assert judged("format", f"{right} 9") == judged("format", f"So {right}") == judged("format", right.replace("</think>\n", "</think> 9 ")) == 0.0
+    mixed = f"{tags[0]}1{tags[1]}{tags[2]}2{tags[3]}"
+    assert judged("format", mixed) == float(tags == ["<think>", "</think>", "<answer>", "</answer>"])
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=30))
+def test_repetition_is_the_share_of_runs_that_came_before(words):
+    runs, again = [words[i : i + 4] for i in range(len(words) - 3)], 0
+    for i in range(len(runs)):
+        again += runs[i] in runs[:i]
+    assert judged("repetition", " ".join(words)) == pytest.approx(-again / len(runs) if runs else 0, abs=1e-12)
+    assert named("length")("", "", (), words, "") == -len(words) / 1000
+
+
+# ---- names
+
+def test_a_file_of_your_own_is_named_by_path_and_function_and_run_once(tmp_path):
+    file = tmp_path / "a=b.py"
+    file.write_text("open(__file__ + '.log', 'a').write('.')\ndef paid(p, completion, pi, ci, answer, **row):\n    return 0.7\n")
+    assert named(f"{file}:paid=0.5")("", "", (), (), "") == named(f"{file}:paid")("", "", (), (), "") == 0.7
+    assert (tmp_path / "a=b.py.log").read_text() == "."
+    assert split(f"{file}:paid") == (f"{file}:paid", 1.0) and split(f"{file}:paid=0.5") == (f"{file}:paid", 0.5)
+    assert label(f"{file}:paid=0.5") == "paid" and label("format=0.2") == label("format") == "format"
+    assert named("number=3") is number
+
+
+@pytest.mark.parametrize(("spec", "says"), [
+    ("nobody", "no such verifier; there are exact, number"), ("{}/none.py:f", "there is no file"), ("{}/mine.py:g", "has no function g"),
+    ("{}/mine.py:LEVEL", "has no function LEVEL"), ("{}/broken.py:f", "cannot be imported .*no such thing"), ("{}/exits.py:f", "cannot be imported"),
+])  # fmt: skip
+def test_a_reward_that_is_not_there_is_refused_in_one_line(tmp_path, spec, says):
+    (tmp_path / "mine.py").write_text("LEVEL = 3\ndef f(*args, **row):\n    return 1.0\n")
+    (tmp_path / "broken.py").write_text("raise OSError('no such thing')")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(1)")
+    with pytest.raises(Refused, match=says) as refused:
+        named(spec.format(tmp_path))
+    assert "\n" not in str(refused.value) and str(refused.value).startswith("--reward ")
+
+
+GOLDS = st.integers(0, 10**6).map(lambda n: n * 7 - 10**6)
+
+
+@given(GOLDS, st.integers(1, 10**6))
+def test_gsm8k_golds_verify_in_five_written_forms_and_never_against_another(n, off):
+    """The same over all 1,319 answers of GSM8K's test set is done by hand; the data is not part of this repository."""
+    gold_text = f"She has {abs(n)} + 1 and then <<{n}+0={n}>>{n:,} left.\n#### {n:,}"
+    for form in ("We add 1 and 2.\n#### {}", r"Thus \boxed{{{}}}.", "The answer is {}.", "Final Answer: **{}**", r"\[ x = {} \]"):
+        assert paid(form.format(f"{n:,}"), gold_text) == 1.0 and paid(form.format(f"{n + off:,}"), gold_text) == 0.0
+
+
 # ---- calling a reward
 
 PROMPT = Prompt(number=17, ids=(1, 2), text=r"Answer 4, as \boxed{4} or #### 4", answer="4", row={"level": 3})
@@ -280,6 +383,6 @@ def test_scoring_imports_neither_torch_nor_transformers():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize(("module", "examples"), [(reward, 8), (numeral, 2), (countdown, 2)])
+@pytest.mark.parametrize(("module", "examples"), [(reward, 4), (verifiers, 4), (numeral, 2), (countdown, 2)])
 def test_examples_in_docstrings(module, examples):
     assert doctest.testmod(module) == (0, examples)

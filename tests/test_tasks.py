@@ -374,3 +374,74 @@ def test_a_question_that_is_held_out_is_not_trained_on_though_it_stands_in_the_f
     task = from_rows(tmp_path, questions(30) + questions(30))
     held_out = {problem.prompt for problem in task.held_out}
     assert held_out and not held_out & {task.train(number).prompt for number in range(200)}
+
+
+# ---- countdown, mixtures, and the check at the start
+
+
+def load(**flags):
+    return tasks.load(resolved(Config(**{"model": "any", "eval_problems": 20, **flags})))
+
+
+def test_countdown_is_solved_as_asked_and_its_held_out_problems_are_no_training_problems():
+    task = load(task="countdown")
+    trained = [task.train(n) for n in range(300)]
+    for problem in (*trained[:50], *task.held_out):
+        numbers = problem.answer.partition("numbers=")[2]
+        assert paid(task, task.answered(problem), problem) == 1.0 and numbers.replace(",", ", ") in problem.prompt
+    assert not {p.answer for p in trained} & {p.answer for p in task.held_out} and len(task.held_out) == 20
+    assert task.train(7) == load(task="countdown", eval_problems=3).train(7) != load(task="countdown", seed=1).train(7)
+
+
+def test_a_mixture_draws_each_prompts_task_by_its_number_and_keeps_what_each_asks_and_pays():
+    alone = {name: load(task=name) for name in ("arithmetic", "countdown")}
+    both = load(task="arithmetic=3,countdown")
+    problems = [both.train(n) for n in range(400)]
+    counted = Counter(p.task for p in problems)
+    assert abs(counted["countdown"] / 400 - 0.25) < 4 * (0.25 * 0.75 / 400) ** 0.5
+    for n, problem in enumerate(problems[:100]):
+        own = alone[problem.task].train(n)
+        assert problem.prompt == own.prompt + alone[problem.task].suffix and problem.rewards == alone[problem.task].rewards
+        assert problem.answer == own.answer and named(problem.rewards[0])("", both.answered(problem), (), (), problem.answer, **problem.row) == 1.0
+    assert Counter(p.task for p in both.held_out) == {"arithmetic": 15, "countdown": 5} and both.suffix == ""
+    assert [load(task="arithmetic=3,countdown", eval_problems=9).train(n) for n in range(50)] == problems[:50]
+    other = load(task="arithmetic=3,countdown", seed=1)
+    assert [other.train(n).task for n in range(50)] != [p.task for p in problems[:50]]
+
+
+@pytest.mark.parametrize("rewards", [("number",), ("number", "format=0.2"), ("format", "math", "length=0.1"), ("exact",), ("count",),
+                                     ("geometry", "repetition")])  # fmt: skip
+def test_an_answer_written_as_the_prompt_asks_earns_all_of_it(tmp_path, rewards):
+    task = from_rows(tmp_path, [{"prompt": f"q{i}", "answer": f"{i}"} for i in range(4)], reward=rewards)
+    problem, told = task.train(0), task.answered(task.train(0))
+    assert ("<think>" in task.suffix) == ("<think>" in told) == any("format" in spec for spec in rewards)
+    for spec in rewards:
+        worth = named(spec)("", told, (), (), problem.answer)
+        assert worth == (0.0 if label(spec) in ("length", "repetition") else 1.0)
+
+
+def test_choices_and_files_of_golds_are_written_as_their_verifier_reads_them(tmp_path):
+    assert from_rows(tmp_path, [{"prompt": f"q{i}", "answer": "b"} for i in range(4)], reward=("choice",))
+    rows = [{"prompt": f"q{i}", "answer": r"2\sqrt{5}" if i else "six of the boys"} for i in range(4)]
+    assert "left out: 1 whose answer 'math' cannot read" in from_rows(tmp_path, rows, reward=("math",)).says
+
+
+@pytest.mark.parametrize(("body", "rewards", "says"), [
+    ("return 1.0", ("{}:own",), "the right answer, .* gets 1 and an empty one 1; choose"),
+    ("return float(not completion)", ("exact=0.5", "{}:own"), "gets 0.5 and an empty one 1"),
+    ("return float(bool(completion))", ("{}:own",), None), ("return float(not completion)", ("exact=2", "{}:own"), None),
+])  # fmt: skip
+def test_rewards_that_pay_an_empty_answer_as_much_are_refused(tmp_path, body, rewards, says):
+    (tmp_path / "mine.py").write_text(f"async def own(prompt, completion, prompt_ids, completion_ids, answer, **row):\n    {body}\n")
+    rewards = tuple(spec.format(tmp_path / "mine.py") for spec in rewards)
+    if says is None:
+        assert from_rows(tmp_path, questions(4), reward=rewards).rewards == rewards
+    else:
+        with pytest.raises(Refused, match=f"^--reward .*{says}"):
+            from_rows(tmp_path, questions(4), reward=rewards)
+
+
+def test_a_verifier_that_pays_an_empty_answer_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(REWARDS, "generous", lambda *args, **row: 1.0)
+    with pytest.raises(Refused, match="^--reward generous: gives 1.0 to an empty answer"):
+        arithmetic(reward=("generous",))
