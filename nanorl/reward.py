@@ -84,7 +84,7 @@ def imported(target: Any) -> Any:
 
 
 def gold(name: str, answer: str) -> bool:
-    """Can this reward judge against this answer? Rows for which it cannot are dropped. One that is not asked takes any."""
+    """Can this reward judge against this answer? Rows for which it cannot are left out; one not asked takes any."""
     return name not in READABLE or imported(READABLE[name])(answer)
 
 

@@ -20,15 +20,16 @@ from nanorl import config, tasks, tiny
 from nanorl import launch as launching
 from nanorl.algorithms import ALGORITHMS, chosen
 from nanorl.axes import FOREIGN, Axes, flat
-from nanorl.cli import command, describe, parse
+from nanorl.cli import bare, command, describe, parse
 from nanorl.config import Config, Refused, Remote, dashed, divisors_near
+from nanorl.faults import Scoring
 from nanorl.pace import Pace
 from tests.worlds import changed
 
 ROOT = Path(__file__).resolve().parents[1]
-PACE, REMOTE, AXES = ([dashed(name) for name, _ in flat(group())] for group in (Pace, Remote, Axes))
-JOB = [dashed(name) for name, _ in flat(Config()) if not name.startswith(("pace.", "remote."))]
-EVERY = JOB + PACE + REMOTE + AXES
+PACE, REMOTE, SCORING, AXES = ([dashed(name) for name, _ in flat(group())] for group in (Pace, Remote, Scoring, Axes))
+JOB = [dashed(name) for name, _ in flat(Config()) if not name.startswith(("pace.", "remote.", "scoring."))]
+EVERY = JOB + PACE + REMOTE + SCORING + AXES
 PAGE = {name: "ppo" if row.critic else "grpo" for name, row in ALGORITHMS.items()}  # whose script runs it
 
 
@@ -100,9 +101,9 @@ def test_help_shows_every_flag_of_the_job_with_its_rule_and_at_most_35(capsys):
 def test_the_axes_that_an_algorithm_looks_at_are_a_second_group(capsys, name):
     shown = helped(capsys, name)
     used = [dashed(axis) for axis, _ in flat(Axes()) if axis.split(".")[0] not in ALGORITHMS[name].unused()]
-    assert set(shown) == {*JOB, *PACE, *REMOTE, *used}
+    assert set(shown) == {*JOB, *PACE, *REMOTE, *SCORING, *used}
     assert f"(default: {ALGORITHMS[name].axes.aggregation})" in shown["--aggregation"]  # its own, not grpo's
-    for flag in PACE + REMOTE + used:
+    for flag in PACE + REMOTE + SCORING + used:
         assert re.search(r"[a-z].{15,}\.\)? *\(default: ", shown[flag]), f"{flag} has no text"
 
 
@@ -292,7 +293,8 @@ def test_the_derived_counts_are_printed(prompts, samples, updates, epochs, steps
     said, axes = describe("train_grpo.py", "grpo", cfg, Axes()), chosen("grpo", Axes()).axes
     count = "1 update a step" if updates * epochs == 1 else f"{updates * epochs} updates a step"
     assert f"{prompts * samples} samples = {prompts} prompts × {samples}; {count}" in said
-    for setting, value in [(name.removeprefix("pace.").removeprefix("remote."), value) for name, value in flat(cfg) + flat(axes)]:
+    for name, value in flat(cfg) + flat(axes):
+        setting = bare(name)
         unused = setting.split(".")[0] in ALGORITHMS["grpo"].unused()
         assert bool(re.search(rf"(^|\s){setting}={re.escape(repr(value))}(\s|$)", said)) != unused
 

@@ -182,7 +182,8 @@ def trained(start, monkeypatch, capsys):
 
     def run(folder, *flags):
         sizes = ("--prompts-per-step", P, "--samples-per-prompt", G, "--eval-problems", 4, "--eval-every", 0)
-        rest = ("--model", start, "--digits", 1, "--max-new-tokens", 6, "--lr", 3e-2, "--out", folder)
+        rest = ("--model", start, "--digits", 1, "--max-new-tokens", 6, "--lr", 3e-2, "--out", folder,
+                "--reward-workers", 0)  # fmt: skip
         assert launch(*sizes, *rest, *flags) == 0
         return folder
 

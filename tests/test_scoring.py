@@ -315,7 +315,7 @@ TRAINER = """
     if sys.platform == "linux":  # on one core, so that the limit of computing is near
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     scorer = Scorer((sys.argv[1] + ":act",), 3, 0.3, 64, "drop")
-    prompt = SimpleNamespace(number=0, text="", ids=(), answer="", row={})
+    prompt = SimpleNamespace(number=0, text="", ids=(), answer="", row={}, rewards=())
 
     async def main():
         ask = lambda text: scorer.score(prompt, text, ())

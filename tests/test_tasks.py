@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from nanorl import tasks, tiny
 from nanorl.config import Config, Refused, resolved
+from nanorl.files import read
 from nanorl.monitor import collecting
-from nanorl.reward import REWARDS, label, named
-from nanorl.tasks import Problem, check_lengths, make_prompt, part, read, render, worked
+from nanorl.reward import REWARDS, named
+from nanorl.tasks import Problem, check_lengths, make_prompt, part, render, worked
 
 SEEDS = range(3)
 

@@ -709,7 +709,7 @@ def test_samples_without_a_score_leave_their_group_and_are_counted(start, tmp_pa
     (tmp_path / "mine.py").write_text("""
 def reward(prompt, completion, prompt_ids, completion_ids, answer, **row):
     if not completion_ids:
-        return 1.0
+        return float(bool(completion))
     return float("nan") if sum(completion_ids) % 5 == 1 else float(sum(completion_ids) % 2 == 0)
 """)
     flags = ("--reward", f"{tmp_path / 'mine.py'}:reward", "--reward-workers", 2, "--eval-every", 0)

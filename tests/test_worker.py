@@ -447,7 +447,7 @@ def test_weights_that_do_not_fit_one_to_one_are_refused_by_name_before_any_is_lo
 
 P, G = 2, 2
 SIZES = ("--digits", 1, "--max-new-tokens", 6, "--prompts-per-step", P, "--samples-per-prompt", G, "--lr", 1e-2,
-         "--eval-problems", 4, "--eval-every", 0)  # fmt: skip
+         "--eval-problems", 4, "--eval-every", 0, "--reward-workers", 0)  # fmt: skip
 
 
 def paying(monkeypatch, worth):
@@ -523,7 +523,8 @@ def test_above_the_share_that_may_fail_the_run_stops_saved_with_the_first_traceb
 
     paying(monkeypatch, the_judge)
     with pytest.raises(OSError, match="^failure 1$") as raised:
-        launch(*SIZES, "--model", start, "--steps", 50, "--max-failed", 0.02, "--out", tmp_path / "run")
+        launch(*SIZES, "--model", start, "--steps", 50, "--max-failed", 0.02, "--on-reward-error", "stop",
+               "--out", tmp_path / "run")
     assert "the_judge" in {frame.name for frame in traceback.extract_tb(raised.value.__traceback__)}
     assert "saved in" in capsys.readouterr().err and state_of(tmp_path / "run")["ended"]["failed"] == 3
     check_accounts(tmp_path / "run")
