@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from nanorl import config, tasks, tiny
+from nanorl import config, files, tasks, tiny
 from nanorl import launch as launching
 from nanorl.algorithms import ALGORITHMS, chosen
 from nanorl.axes import FOREIGN, Axes, flat
@@ -159,15 +159,20 @@ def texts(listed=False):
 
 counts, positive = st.integers(1, 10**4), st.floats(0, exclude_min=True, allow_infinity=False)
 VALUES = {
-    "task": st.sampled_from(["arithmetic", "gsm8k", "jsonl"]), "reward": st.sampled_from(["exact", "number"]),
+    "task": st.sampled_from(["arithmetic", "gsm8k", "jsonl"]), "reward": st.sampled_from([("exact",), ("number", "format=0.2")]),
     "digits": st.integers(1, 12), "stop": st.lists(texts(listed=True), min_size=1, max_size=3).map(tuple),
     "temperature": st.floats(0.05, 100), "lr_schedule": st.sampled_from(["constant", "linear", "cosine"]),
     "remote.servers": st.sampled_from([("http://a:1",), ("http://127.0.0.1:8000", "https://b")]), "remote.weights": texts(),
     "remote.transport": st.just("disk"), "remote.mismatch": positive, "remote.patience": positive,
+    "truncated": st.sampled_from(["zero", "mask", "drop"]), "shaping.form": st.just("page"),
+    "shaping.clip": st.none() | positive, "scoring.on_reward_error": st.sampled_from(["drop", "stop", "0.5"]),
+    **dict.fromkeys(("truncated_penalty", "shaping.bias", "shaping.scale"), st.floats(-1e6, 1e6)),
+    "shaping.overlong_penalty": st.floats(0, 1e6), "scoring.reward_workers": st.integers(0, 9),
     "engine": st.sampled_from(["local", "worker", "vllm"]), "pace.max_lag": st.sampled_from([0, 3, "inf"]),
     "pace.delay": st.sampled_from([0, 2, "inf"]), "pace.dynamic_sampling": st.sampled_from(["refill", "shrink"]),
     "pace.overtake": st.sampled_from([0, 1]), "pace.max_failed": st.floats(0, 1), "pace.deadline": positive,
-    "pace.restart_engine": st.just(True), "pace.engine_device": texts(), "dtype": st.sampled_from(["float32", "bfloat16"]), "eval_only": st.just(True),
+    "pace.restart_engine": st.just(True), "pace.engine_device": texts(),
+    "dtype": st.sampled_from(["float32", "bfloat16"]), "eval_only": st.just(True),
     "eps_low": st.floats(0, 1, exclude_max=True), "kl_estimator": st.sampled_from(["k2", "k3"]),
     "aggregation": st.sampled_from(["token-sum", "constant", "bnpo"]), "updates_per_batch": st.sampled_from([2, 4]),
     "ratio_level": st.sampled_from(["token", "joint"]), "prox": st.sampled_from(["loglinear", "recompute"]),
@@ -211,8 +216,8 @@ def test_the_printed_command_gives_the_same_settings_again(name, data):
     if "remote.servers" in job:
         job["engine"] = "vllm"
     parts = {part: {flag.removeprefix(f"{part}."): job.pop(flag) for flag in [*job] if flag.startswith(f"{part}.")}
-             for part in ("pace", "remote")}  # fmt: skip
-    job |= {"pace": Pace(**parts["pace"]), "remote": Remote(**parts["remote"])}
+             for part in ("pace", "remote", "scoring")}  # fmt: skip
+    job |= {"pace": Pace(**parts["pace"]), "remote": Remote(**parts["remote"]), "scoring": Scoring(**parts["scoring"])}
     cfg, axes = config.resolved(Config(**{**ALGORITHMS[name].job, **job})), changed(ALGORITHMS[name].axes, **others)
     try:
         config.check(name, cfg, axes)
@@ -416,7 +421,7 @@ def test_bad_data_is_refused_by_file_and_line(desk, capfd, model, content, says)
 def test_only_a_newline_ends_a_line_of_data(desk, separator):
     rows = [{"prompt": f"3{separator}{n}=", "answer": "7"} for n in range(3)]
     Path("rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    assert [problem.prompt for problem in tasks.read("rows.jsonl", "jsonl")] == [row["prompt"] for row in rows]
+    assert [problem.prompt for problem in files.read("rows.jsonl", "jsonl")] == [row["prompt"] for row in rows]
 
 
 @given(st.lists(st.integers(1, 1500), min_size=2, max_size=6), st.integers(0, 700), st.integers(1, 600),

@@ -265,7 +265,8 @@ def test_evaluation_is_by_the_weights_of_now(trained, tmp_path, capsys):
     assert len({json.dumps({key: line[key] for key in line if key.startswith("eval/")}) for line in rows}) > 1
     for step in (1, 3):
         capsys.readouterr()
-        how = ("--digits", 1, "--max-new-tokens", 6, "--eval-problems", 16, "--eval-samples", 1)
+        how = ("--digits", 1, "--max-new-tokens", 6, "--eval-problems", 16, "--eval-samples", 1,
+               "--reward-workers", 0)  # fmt: skip
         assert launch("--eval-only", "--model", folder / "checkpoints" / f"step-{step}", *how) == 0
         said = dict(re.findall(r"^  (\S+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE))
         assert said == {key[5:]: f"{value:.3f}" for key, value in rows[step].items() if key.startswith("eval/")}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from nanorl import tasks, tiny
+from nanorl import reward, tasks, tiny
 from nanorl.config import Config, Refused, resolved
 from nanorl.files import read
 from nanorl.monitor import collecting
@@ -418,7 +418,7 @@ def test_an_answer_written_as_the_prompt_asks_earns_all_of_it(tmp_path, rewards)
     assert ("<think>" in task.suffix) == ("<think>" in told) == any("format" in spec for spec in rewards)
     for spec in rewards:
         worth = named(spec)("", told, (), (), problem.answer)
-        assert worth == (0.0 if label(spec) in ("length", "repetition") else 1.0)
+        assert worth == (0.0 if reward.label(spec) in ("length", "repetition") else 1.0)
 
 
 def test_choices_and_files_of_golds_are_written_as_their_verifier_reads_them(tmp_path):

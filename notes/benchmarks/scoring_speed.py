@@ -7,17 +7,13 @@ verdicts are outstanding; what is measured is what they take from it meanwhile.
 """
 
 import asyncio
-import os
-import platform
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
-from statistics import median
 
+import bench
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from nanorl import rollout, tiny
@@ -75,15 +71,12 @@ async def tokens(engine: LocalEngine, tokenizer: object, scorer: Scorer | None) 
 
 def main() -> None:
     """Both tables."""
-    print(
-        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"torch {torch.__version__} with {torch.get_num_threads()} threads; medians of {RUNS} (lowest to highest)"
-    )
+    args = bench.arguments(__doc__).parse_args()
     scorer = Scorer(("number",), 2, 5.0, 512, "stop")
     asyncio.run(verdicts(scorer))  # to warm up
     rates = [VERDICTS / asyncio.run(verdicts(scorer)) for _ in range(RUNS)]
     scorer.close()
-    print(f"number, 2 processes        {median(rates):8,.0f} verdicts a second ({min(rates):,.0f} to {max(rates):,.0f})")
+    rows: list[bench.Row] = [{"what": "`number`, 2 processes", "verdicts a second": rates}]
 
     model, tokenizer = tiny.model(seed=0).eval(), tiny.tokenizer()
     rates = {"none": [], "at_once": [], "sleeping": []}
@@ -97,9 +90,9 @@ def main() -> None:
                 rates[name] += [rate] * (run > 0)
         for scorer in filter(None, scorers.values()):
             scorer.close()
-    for name, seen in rates.items():
-        print(f"engine, reward {name:11} {median(seen):8,.0f} tokens a second ({min(seen):,.0f} to {max(seen):,.0f})")
-    print(f"sleeping / none            {median(rates['sleeping']) / median(rates['none']):8.3f}")
+    said = {"none": "no reward", "at_once": "a reward that is there at once", "sleeping": "a reward that sleeps a second"}
+    rows += [{"what": f"the engine, {said[name]}", "tokens a second": seen} for name, seen in rates.items()]
+    bench.report("scoring_speed", rows, args.record)
 
 
 if __name__ == "__main__":
