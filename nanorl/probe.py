@@ -10,22 +10,26 @@ import inspect
 from typing import TYPE_CHECKING
 
 from nanorl import reward
-from nanorl.config import Refused
+from nanorl.config import Lost, Refused
+from nanorl.faults import Scoring
 from nanorl.monitor import collecting
+from nanorl.sample import Prompt
+from nanorl.scoring import Scorer
 
 if TYPE_CHECKING:
     from nanorl.tasks import Problem, Task
 
 
-def checked(task: Task) -> Task:
+def checked(task: Task, how: Scoring) -> Task:
     """The task, whose rewards pay an answer written as the prompt asks in full, and an empty one not. Raises Refused.
 
-    A verifier has to give 1 and less than 1, a penalty is not asked, and the sum of all has to be higher.
+    A verifier has to give 1 and less than 1, a penalty is not asked, and the sum of all has to be higher. A reward of
+    your own is called as in the run, in a process with limits: what hangs there shows here.
     """
     problem = task.train(0)
     text, sums = task.answered(problem), [0.0, 0.0]
     for spec in task.rewards:
-        full, empty = (worth(spec, problem, said) for said in (text, ""))
+        full, empty = (worth(spec, problem, said, how) for said in (text, ""))
         name, weight = reward.split(spec)
         sums = [sums[0] + weight * full, sums[1] + weight * empty]
         if name not in reward.REWARDS or name in reward.PENALTIES:
@@ -41,11 +45,20 @@ def checked(task: Task) -> Task:
     return task
 
 
-def worth(spec: str, problem: Problem, text: str) -> float:
-    """What one reward gives this text; what it logs is nobody's."""
-    with collecting():
-        told = reward.named(spec)("", text, (), (), problem.answer, **problem.row)
-        return asyncio.run(told) if inspect.iscoroutine(told) else told
+def worth(spec: str, problem: Problem, text: str, how: Scoring) -> float:
+    """What one reward gives this text; what it logs is nobody's. Raises Refused where it gives none."""
+    if reward.split(spec)[0] in reward.REWARDS or how.reward_workers == 0:
+        with collecting():
+            told = reward.named(spec)("", text, (), (), problem.answer, **problem.row)
+            return asyncio.run(told) if inspect.iscoroutine(told) else told
+    scorer = Scorer((spec,), 1, how.reward_seconds, how.reward_memory, "stop")
+    try:
+        verdict = asyncio.run(scorer.score(Prompt(0, (), "", problem.answer, problem.row), text, ()))
+        return verdict.parts[reward.label(spec)]
+    except Lost as error:
+        raise Refused(f"--reward {spec}: of the answer {text[-60:]!r}: {error}") from None
+    finally:
+        scorer.close()
 
 
 def written(problem: Problem, rewards: tuple[str, ...], text: str = "") -> str:

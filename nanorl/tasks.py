@@ -55,9 +55,9 @@ def load(cfg: Config) -> Task:
     makers = {"arithmetic": arithmetic, "countdown": from_numbers, "gsm8k": files.from_file, "jsonl": files.from_file}
     if len(parts) == 1:
         (name,) = parts
-        return checked(makers[name](replace(cfg, task=name)))
-    made = {name: checked(makers[name](replace(cfg, task=name, eval_problems=max(1, round(cfg.eval_problems * share)))))
-            for name, share in parts.items()}  # fmt: skip
+        return checked(makers[name](replace(cfg, task=name)), cfg.scoring)
+    sizes = {name: max(1, round(cfg.eval_problems * share)) for name, share in parts.items()}
+    made = {name: checked(makers[name](replace(cfg, task=name, eval_problems=sizes[name])), cfg.scoring) for name in parts}
     return mixed(made, parts, cfg.seed)
 
 

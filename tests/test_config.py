@@ -343,6 +343,9 @@ def test_the_task_sets_the_length_limit_where_the_flags_do_not(task, digits, lim
     *((f"--engine vllm --servers http://a:1 {flag}", rf"^{flag}") for flag in (
         "--mismatch 0.0", "--mismatch inf", "--prove-every 0", "--patience nan", "--weights folder", "--restart-engine",
         "--delay 2")),
+    *((flag, rf"^{flag}(.0)?: must be ") for flag in (
+        "--reward-workers -1", "--reward-seconds 0", "--reward-seconds nan", "--reward-memory 0", "--on-reward-error nan",
+        "--on-reward-error maybe")),
     ("--length-limit 0", r"^--length-limit 0: "), ("--digits 13", r"^--digits 13: 1 to 12"),
     ("--task jsonl", r"^--task jsonl needs --data FILE"), ("--task chess", r"^--task chess: no such task; there are arithmetic"),
     ("--task countdown", r"^--task countdown needs --model DIR"), ("--task arithmetic=0", r"^--task arithmetic=0: each task once"),

@@ -410,3 +410,15 @@ def test_a_margin_beyond_the_limit_is_refused():
 def test_what_would_swallow_the_signal_is_said(name, axes, says):
     lines = [*shaping.remarks(algorithm(name, **axes).axes)]
     assert len(lines) == (says is not None) and (says or "") in "".join(lines)
+
+
+@given(groupings, st.sampled_from(["zero", "penalty"]), numbers, st.sampled_from([1.0, 0.5]))
+def test_by_token_a_cut_answer_has_its_fixed_reward_at_its_end_and_nothing_before(groups, kind, fixed, scale):
+    batch = laid(groups)
+    axes = Axes(truncated=kind, truncated_penalty=fixed, shaping=Shaping(scale=scale))
+    wanted = torch.zeros_like(batch.rewards)
+    for i, row in enumerate(batch.mask.tolist()):
+        if any(row):
+            wanted[i, max(t for t, sampled in enumerate(row) if sampled)] = (0.0 if kind == "zero" else fixed) * scale
+    cut = batch.truncated
+    assert torch.allclose(shaped(batch, axes)[cut], wanted[cut], rtol=0, atol=1e-9)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanorl import reward, tasks, tiny
 from nanorl.config import Config, Refused, resolved
+from nanorl.faults import Scoring
 from nanorl.files import read
 from nanorl.monitor import collecting
 from nanorl.reward import REWARDS, named
@@ -446,3 +447,12 @@ def test_a_verifier_that_pays_an_empty_answer_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(REWARDS, "generous", lambda *args, **row: 1.0)
     with pytest.raises(Refused, match="^--reward generous: gives 1.0 to an empty answer"):
         arithmetic(reward=("generous",))
+
+
+@pytest.mark.parametrize("body, why", [("while True: pass", "timeout.*--reward-seconds 1"), ("raise OSError('no judge')", "no judge"),
+                                       ("pass", "none"), ("return 'high'", "nan")])  # fmt: skip
+def test_a_reward_of_ones_own_that_gives_nothing_is_refused_before_any_work(tmp_path, body, why):
+    """It hangs, raises, tells None or no number: one line, within the limits that the run would have."""
+    (tmp_path / "mine.py").write_text(f"def own(prompt, completion, prompt_ids, completion_ids, answer, **row):\n    {body}\n")
+    with pytest.raises(Refused, match=rf"^--reward .*mine.py:own: of the answer .*{why}"):
+        from_rows(tmp_path, questions(20), reward=(f"{tmp_path / 'mine.py'}:own",), scoring=Scoring(reward_seconds=1.0))
