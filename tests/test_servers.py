@@ -529,6 +529,7 @@ def test_killed_while_it_generates_and_while_it_takes_weights_it_is_proven_when_
         if path == "/update_weights" and killed == [0]:
             killed.append(1)
             real_server.kill()
+            killed.append(2)  # now its port is free
         return ask(link, path, body)
 
     async def again(server):
@@ -544,7 +545,7 @@ def test_killed_while_it_generates_and_while_it_takes_weights_it_is_proven_when_
         killed.append(0)
         second = asyncio.ensure_future(answers(it.engine, jobs))
         hand_over(it, 1)
-        await until(lambda: killed == [0, 1])
+        await until(lambda: killed == [0, 1, 2])
         await again(real_server)
         await until(lambda: it.engine.version == 1)
         return first, await second

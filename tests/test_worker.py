@@ -716,7 +716,8 @@ def test_without_lag_a_run_with_the_worker_is_the_synchronous_one_bit_for_bit(tm
     before = torch.get_num_threads()
     for part in (tiny.model(seed=0), WORDS):
         part.save_pretrained(tmp_path / "start")
-    flags = ("--model", tmp_path / "start", "--steps", 5, "--eval-problems", 16, "--eval-every", 2, "--eval-samples", 1)
+    flags = ("--model", tmp_path / "start", "--steps", 5, "--eval-problems", 16, "--eval-every", 2, "--eval-samples", 1,
+             "--reward-workers", 0)  # fmt: skip
     torch.set_num_threads(2)
     try:
         assert launch(*flags, "--out", tmp_path / "local") == 0
@@ -793,7 +794,7 @@ def moody(prompt, text, asked, ids, answer, **row):
     return told() if ids else float(bool(text))
 
 
-MOODY = ("--dynamic-sampling", "refill", "--max-failed", 0.5)
+MOODY = ("--dynamic-sampling", "refill", "--max-failed", 0.5, "--on-reward-error", "stop")
 
 
 @pytest.mark.slow
@@ -803,7 +804,7 @@ def test_stopped_at_lag_4_and_resumed_every_prompt_is_accounted_for_once(start, 
     """What was in flight is asked again first, in its order, and never what was trained or rejected."""
     monkeypatch.setitem(reward.REWARDS, "arithmetic", moody)
     watched.stop, folder = [6], tmp_path / "run"
-    pace = ("--dynamic-sampling", way, "--max-failed", 0.5, "--overtake", overtake)
+    pace = ("--dynamic-sampling", way, "--max-failed", 0.5, "--overtake", overtake, "--on-reward-error", "stop")
     assert worker_run(start, folder, "--steps", 18, *pace, lag=4) == 130
     state = state_of(folder)
     check_accounts(folder)
