@@ -1,9 +1,9 @@
 """What can be set? The flags of a run and what is refused, before torch is imported (importing it takes seconds).
 
 `Config` is the job: what is asked, how much, how it is optimised, where it goes. How far sampling runs ahead (`Pace` in
-`pace.py`), the vLLM servers (`Remote`), how rewards are called (`Scoring` in `faults.py`) and the axes of an algorithm (`Axes` in
-`axes.py`: clip, KL, normalisation) are a second group, shown by `python train_grpo.py NAME --help`. `cli.py` reads the
-command line.
+`pace.py`), the vLLM servers (`Remote`), how rewards are called (`Scoring` in `faults.py`) and the axes of an algorithm
+(`Axes` in `axes.py`: clip, KL, normalisation) are a second group, shown by `python train_grpo.py NAME --help`. `cli.py`
+reads the command line.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Config:
     stop: tuple[str, ...] = ()
     """Texts that end an answer, besides the model's end tokens; the answer keeps them. For base models, without end."""
     reward: tuple[str, ...] = ()
-    """Rewards by name (notes/rewards.md), or FILE.py:NAME; several are summed: number format=0.2. Each task has its own."""
+    """Rewards by name (notes/rewards.md), or FILE.py:NAME, summed by weight: number format=0.2. Each task has its own."""
 
     # sizes
     steps: int = 200

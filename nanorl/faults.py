@@ -1,4 +1,4 @@
-"""What becomes of a sample that has no score? It leaves its group, stops the run or gets a fixed reward; never a silent 0.
+"""What becomes of a sample without a score? It leaves its group, stops the run or gets a fixed reward; never a silent 0.
 
 `scoring.py` finds the faults; here are their names, the flags that say what is done, and when a reward counts as broken.
 """

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """The flags of curves and samples; --timeline has its own."""
+    """The flags."""
     flags = Parser("python -m nanorl.monitor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="folders of runs")
     flags.add_argument("--out", metavar="FILE", help="where the curves go, .png, .svg or .pdf; else curves.png in the "
@@ -34,23 +35,27 @@ def parser() -> Parser:
     flags.add_argument("--smooth", metavar="N", type=int, default=1, help="draw means over the last N steps")
     flags.add_argument("--against", choices=[*curves.AGAINST], default="step", help="what is drawn to the right")
     flags.add_argument("--sample", metavar=("RUN", "STEP ROW"), nargs="+", help="instead: samples, as tables")
-    flags.add_argument("--timeline", metavar="RUN", help="instead: the timeline; --from and --to go with it")
+    flags.add_argument("--timeline", metavar="RUN", type=Path, help="instead: what every process did, steps 3 to 8 …")
+    flags.add_argument("--from", dest="start", metavar="SECONDS", type=float, default=-math.inf, help="… or from then on")
+    flags.add_argument("--to", dest="end", metavar="SECONDS", type=float, default=math.inf, help="… or until then")
     return flags
 
 
 def main(words: list[str]) -> int:
     """Do what the command line asks for. Returns the exit status: 0 done, 2 refused."""
-    if any(word.split("=")[0] == "--timeline" for word in words):
-        return timeline.main(words)
     try:
         asked = parser().parse_args(words)
         if asked.smooth < 1:
             raise Refused(f"--smooth {asked.smooth}: must be at least 1")
-        if asked.sample and asked.runs:
-            raise Refused(f"--sample: one run at a time; leave {asked.runs[0]} away")
+        if (asked.sample or asked.timeline) and asked.runs:
+            raise Refused(f"--{'sample' if asked.sample else 'timeline'}: one run at a time; leave {asked.runs[0]} away")
+        if (asked.start, asked.end) != (-math.inf, math.inf) and not asked.timeline:
+            raise Refused("--from, --to: they go with --timeline RUN")
         if asked.sample and not 2 <= len(asked.sample) <= 3:
             raise Refused(f"--sample {' '.join(asked.sample)}: name a run, a step and, for one sample, a row")
-        if asked.sample:
+        if asked.timeline:
+            timeline.show(asked.timeline, asked.start, asked.end)
+        elif asked.sample:
             print(token_table.shown(*asked.sample))
         elif asked.runs:
             curves.show(asked.runs, asked.out, asked.keys, asked.smooth, asked.against)

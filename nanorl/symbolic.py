@@ -244,10 +244,8 @@ def same_relation(a: Shape, b: Shape) -> bool:
     """Two equations are one if their differences have a constant ratio, inequalities if that ratio is positive too."""
     pairs = [(x[1], x[2], x[3]) if x[0] == "relation" else ("=", x[1], x[2][1])
              for x in (a, b) if x[0] == "relation" or x[0] == "named" and x[2][0] == "scalar"]  # fmt: skip
-    if len(pairs) < 2 or pairs[0][0] != pairs[1][0]:
-        return False
     sides = [values(text) for _, *texts in pairs for text in texts]
-    if not all(sides):
+    if len(pairs) < 2 or pairs[0][0] != pairs[1][0] or not all(sides):
         return False
     left, right = ([x - y for x, y in zip(sides[i], sides[i + 1])] for i in (0, 2))
     if any(abs(x) < 10**-AGREE for x in (*left, *right)):  # always true, or not to be told from it
@@ -282,11 +280,12 @@ def values(text: str) -> tuple[Any, ...] | None:
     exact = re.sub(r"([0-9]*)\.([0-9]+)", lambda n: rf"(\frac{{{n[1]}{n[2]}}}{{1{'0' * len(n[2])}}})", text)
     try:
         read = latex2sympy(exact, normalization_config=None)
-        free = read.free_symbols
-        found = []
+        free, found = read.free_symbols, []
         for k in range(POINTS if free else 1):
             worth = read.xreplace({x: I if x.name == "i" else point(x.name, k) for x in free}).doit()
             found.append(worth if worth.is_Rational or worth in (oo, -oo) else worth.evalf(DIGITS))
+    except MemoryError:  # a limit was passed, which is no verdict: the scorer counts it
+        raise
     except Exception:  # whatever the parser or sympy says of a text that is no mathematics: it earns nothing
         return None
     if any(x.has(nan, zoo) or x.atoms(Symbol) or not (x.is_number and x.is_finite or x in (oo, -oo)) for x in found):

@@ -20,6 +20,7 @@ from nanorl.mixture import mixed
 from nanorl.probe import asking, checked, ended, written
 from nanorl.sample import Prompt
 
+
 @dataclass(frozen=True)
 class Problem:
     """A question (text, or chat messages), the answer it is judged by, the row's other fields; its task, if mixed."""
@@ -57,7 +58,7 @@ def load(cfg: Config) -> Task:
         (name,) = parts
         return checked(makers[name](replace(cfg, task=name)), cfg.scoring)
     sizes = {name: max(1, round(cfg.eval_problems * share)) for name, share in parts.items()}
-    made = {name: checked(makers[name](replace(cfg, task=name, eval_problems=sizes[name])), cfg.scoring) for name in parts}
+    made = {name: checked(makers[name](replace(cfg, task=name, eval_problems=n)), cfg.scoring) for name, n in sizes.items()}
     return mixed(made, parts, cfg.seed)
 
 
@@ -99,6 +100,7 @@ def arithmetic(cfg: Config) -> Task:
         raise Refused(f"--digits {cfg.digits}: 1 to 12; the tiny model has room for 256 tokens")
 
     def problem(a: int, b: int) -> Problem:
+        """a + b; the answer is what follows the last bracket."""
         return Problem(f"{a}+{b}=", str(a + b), {"after": ")"})
 
     rewards = cfg.reward or ("arithmetic",)

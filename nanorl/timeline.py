@@ -7,17 +7,15 @@ The lanes of a run are its trainer, its engines and its rewards. Nothing here ne
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanorl.config import STARTED, Refused, unread
+from nanorl.config import STARTED, Refused
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -269,31 +267,15 @@ def steps(spans: Sequence[Span]) -> tuple[float, float]:
     return begins[2] if len(begins) > 2 else -math.inf, begins[8] if len(begins) > 8 else math.inf
 
 
-def main(words: list[str]) -> int:
-    """Show the timeline of a run as text, and draw it into the folder of the run. Returns the exit status."""
-    def refuse(message: str) -> None:
-        raise Refused(f"{message}: python -m nanorl.monitor --timeline RUN [--from SECONDS] [--to SECONDS]")
-
-    parser = argparse.ArgumentParser("python -m nanorl.monitor", description="What did every process do, and when?")
-    parser.error = refuse
-    parser.add_argument("--timeline", metavar="RUN", type=Path, required=True, help="the folder of the run")
-    parser.add_argument("--from", metavar="SECONDS", type=float, default=-math.inf, help="since the run was started")
-    parser.add_argument("--to", metavar="SECONDS", type=float, default=math.inf, help="without either: steps 3 to 8")
-    try:
-        folder, start, end = vars(parser.parse_args(words)).values()
-        spans = read(folder / "trace.json")
-        if (start, end) == (-math.inf, math.inf):
-            start, end = steps(spans)
-        shown = [replace(span, start=max(span.start, start), end=min(span.end, end))
-                 for span in spans if span.start < end and span.end > start]  # fmt: skip
-        if not shown or start >= end:
-            raise Refused(f"--timeline {folder}: nothing from {start:g} to {end:g} s; choose --from, --to anew")
-        print(text(shown, shutil.get_terminal_size((100, 24)).columns))
-        print(f"{folder / 'trace.json'}: the whole run; open it in ui.perfetto.dev or chrome://tracing")
-        print(picture(shown, str(folder / "timeline.png"), "--timeline"))
-    except Refused as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        return unread()
-    return 0
+def show(folder: Path, start: float, end: float) -> None:
+    """Print the timeline of a run from when to when, steps 3 to 8 without either, and draw it into its folder."""
+    spans = read(folder / "trace.json")
+    if (start, end) == (-math.inf, math.inf):
+        start, end = steps(spans)
+    shown = [replace(span, start=max(span.start, start), end=min(span.end, end))
+             for span in spans if span.start < end and span.end > start]  # fmt: skip
+    if not shown or start >= end:
+        raise Refused(f"--timeline {folder}: nothing from {start:g} to {end:g} s; choose --from, --to anew")
+    print(text(shown, shutil.get_terminal_size((100, 24)).columns))
+    print(f"{folder / 'trace.json'}: the whole run; open it in ui.perfetto.dev or chrome://tracing")
+    print(picture(shown, str(folder / "timeline.png"), "--timeline"))

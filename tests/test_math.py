@@ -193,3 +193,21 @@ def test_what_may_be_parsed_is_bounded_before_it_is(text, may):
 @pytest.mark.parametrize(("module", "examples"), [(notation, 2), (symbolic, 2)])
 def test_examples_in_docstrings(module, examples):
     assert doctest.testmod(module) == (0, examples)
+
+
+def test_memory_that_runs_out_is_no_verdict_and_is_not_kept_as_one(monkeypatch):
+    """The scorer counts it as a fault; a formula that the parser merely cannot read earns 0."""
+    formula = r"\boxed{\sqrt{11}+\sqrt{13}}"
+    for error in (MemoryError, ValueError):
+        def fails(*given, **named):
+            raise error()
+        with monkeypatch.context() as patched:
+            patched.setattr(symbolic, "latex2sympy", fails)
+            if error is MemoryError:
+                with pytest.raises(MemoryError):
+                    symbolic.math("", formula, (), (), r"\sqrt{13}+\sqrt{11}")
+            else:
+                symbolic.values.cache_clear()
+                assert symbolic.math("", formula, (), (), r"\sqrt{13}+\sqrt{11}") == 0.0
+        symbolic.values.cache_clear()
+        assert symbolic.math("", formula, (), (), r"\sqrt{13}+\sqrt{11}") == 1.0

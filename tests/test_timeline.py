@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanorl.config import Refused
-from nanorl.timeline import LOOK, Lane, Span, Trace, busy, drawn, gantt, main, picture, read, text, union
+from nanorl.look import main
+from nanorl.timeline import LOOK, Lane, Span, Trace, busy, drawn, gantt, picture, read, text, union
 
 ROOT = Path(__file__).parent.parent
 GRID, END = 16, 20  # times are whole numbers of 1/16 s up to 20 s, so that their sums are exact
@@ -391,7 +392,8 @@ class Blank:
 
 
 @pytest.mark.parametrize("words, why", [
-    ([], "--timeline"), (["RUN"], "--timeline"), (["--timeline"], "--timeline"),
+    (["--timeline"], "--timeline"), (["--timeline", "RUN", "RUN"], "--timeline: one run at a time"),
+    (["RUN", "--to", "3"], "go with --timeline"),
     (["--timeline", "RUN", "--from", "x"], "--from"), (["--timeline", "RUN", "--speed"], "--speed"),
     (["--timeline", "RUN/no"], "RUN/no/trace.json: cannot be read"),
     (["--timeline", "RUN", "--from", "20"], "nothing from 20"),
